@@ -1,0 +1,170 @@
+"""DeepSeek-V4's forward pass: packed prefill of several sequences' chunks, and decode of one token each.
+
+The KV of a sequence belongs to its store (common/model/kv_store.py). A token's result depends on its own
+sequence alone: what else is in the batch changes no bit of it. Dense products see rows in multiples of 8,
+attention sees shapes of its own sequence only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from common.model.block import Block
+from common.model.config import ModelConfig
+from common.model.hyper_connection import HyperHead
+from common.model.kv_store import DecodeKV, PrefillKV
+from common.model.norms import rms_norm
+from common.model.rope import Rotary
+from common.model.steps import DecodeStep, PrefillStep, decode_step, prefill_step
+from common.model.weights import DequantiseMode, Weight, WeightReader, padded_rows
+
+Logits = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """The next tokens of one sequence: `token_ids` [T] int64 for positions kv.length ... kv.length + T - 1."""
+
+    token_ids: Tensor
+    kv: PrefillKV
+    logits: Logits = "last"
+
+
+class DeepSeekV4Model:
+    """The model on one device.
+
+    `weights` maps native tensor names to tensors or quantised weights. Matrices are multiplied in
+    `compute_dtype`; norms, rotary positions, hyper-connections, routing, compressor softmax and attention are
+    fp32. `dequantise_weights`: "at_load" keeps quantised matrices dense in the compute dtype (fast; the choice
+    while they fit in memory), "per_use" keeps them as stored and rebuilds each for every product.
+
+    Errors: ValueError naming a missing or misshapen tensor.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        device: torch.device | str = "cpu",
+        compute_dtype: torch.dtype = torch.float32,
+        dequantise_weights: DequantiseMode = "at_load",
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        reader = WeightReader(weights, self.device, compute_dtype, dequantise_weights)
+        with torch.inference_mode():
+            self._embedding = reader.vector("embed.weight", config.vocab_size, config.hidden_size)
+            self._blocks = [Block(reader, layer, config) for layer in range(config.num_layers)]
+            self._join = HyperHead(reader, config)
+            self._norm = reader.vector("norm.weight", config.hidden_size)
+            self._head = reader.dense(("head.weight", config.vocab_size, config.hidden_size))
+            self._rotary = Rotary(config, self.device)
+        self._ratios = tuple(sorted(set(config.compress_ratios)))
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor | None]:
+        """Computes the chunks in one pass and advances their stores.
+
+        Returns for each chunk logits fp32: None for "none", [vocab] for "last", [T, vocab] for "all".
+        Errors: ValueError for no or an empty chunk, a store given twice, a token id outside the vocabulary or a
+        position behind max_positions; nothing has been written to a store then.
+        """
+        counts = self._check_chunks(chunks)
+        total = sum(counts)
+        rows = padded_rows(total)
+        token_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        torch.cat([chunk.token_ids.to(self.device) for chunk in chunks], out=token_ids[:total])
+        self._check_token_ids(token_ids)
+        step = prefill_step(self._rotary, [chunk.kv for chunk in chunks], counts, rows, self._ratios)
+        streams = self._forward(token_ids, step)
+        for chunk, count in zip(chunks, counts, strict=True):
+            chunk.kv.advance(count)
+        return self._chunk_logits(chunks, step, streams)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, kv: DecodeKV) -> Tensor:
+        """One token each of B sequences: token_ids [B] int64 at kv.positions, to logits [B, vocab] fp32.
+
+        Errors: ValueError for an empty batch, batch sizes that disagree, a token id outside the vocabulary or a
+        position behind max_positions; nothing has been written to the store then.
+        """
+        batch = token_ids.shape[0]
+        if token_ids.dim() != 1 or batch == 0 or kv.positions.shape != (batch,):
+            raise ValueError(
+                f"token ids of shape {tuple(token_ids.shape)} and positions of shape {tuple(kv.positions.shape)}; "
+                "both must be [B] with B >= 1"
+            )
+        last = int(kv.positions.max())
+        if int(kv.positions.min()) < 0 or last >= self.config.max_positions:
+            raise ValueError(f"positions reach {last}; they must lie in 0 ... {self.config.max_positions - 1}")
+        rows = padded_rows(batch)
+        padded = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        padded[:batch] = token_ids
+        self._check_token_ids(padded)
+        step = decode_step(self._rotary, kv, rows, self._ratios, self.config.sliding_window)
+        streams = self._forward(padded, step)
+        return self._logits(streams)[:batch]
+
+    def _forward(self, token_ids: Tensor, step: PrefillStep | DecodeStep) -> Tensor:
+        embedded = self._embedding[token_ids]
+        streams = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        for block in self._blocks:
+            streams = block(streams, token_ids, step)
+        return streams
+
+    def _logits(self, streams: Tensor) -> Tensor:
+        """[rows, n, d] to [rows, vocab] fp32."""
+        return self._head(rms_norm(self._join(streams), self._norm, self.config.rms_norm_eps))
+
+    def _chunk_logits(self, chunks: Sequence[PrefillChunk], step: PrefillStep, streams: Tensor) -> list[Tensor | None]:
+        wanted: list[int] = []
+        for chunk, segment in zip(chunks, step.segments, strict=True):
+            if chunk.logits == "last":
+                wanted.append(segment.stop - 1)
+            elif chunk.logits == "all":
+                wanted.extend(range(segment.start, segment.stop))
+        if not wanted:
+            return [None] * len(chunks)
+        index = torch.zeros(padded_rows(len(wanted)), dtype=torch.int64, device=self.device)
+        index[: len(wanted)] = torch.tensor(wanted, device=self.device)
+        logits = self._logits(streams[index])
+        found: list[Tensor | None] = []
+        start = 0
+        for chunk, segment in zip(chunks, step.segments, strict=True):
+            if chunk.logits == "none":
+                found.append(None)
+            elif chunk.logits == "last":
+                found.append(logits[start])
+                start += 1
+            else:
+                found.append(logits[start : start + segment.tokens])
+                start += segment.tokens
+        return found
+
+    def _check_chunks(self, chunks: Sequence[PrefillChunk]) -> list[int]:
+        if not chunks:
+            raise ValueError("prefill of no chunk")
+        if len({id(chunk.kv) for chunk in chunks}) != len(chunks):
+            raise ValueError("two chunks of one prefill share a KV store")
+        for index, chunk in enumerate(chunks):
+            if chunk.token_ids.dim() != 1 or chunk.token_ids.shape[0] == 0:
+                raise ValueError(f"chunk {index} has token ids of shape {tuple(chunk.token_ids.shape)}, not [T >= 1]")
+            if chunk.logits not in ("none", "last", "all"):
+                raise ValueError(f"chunk {index} asks for logits {chunk.logits!r}, not 'none', 'last' or 'all'")
+            end = chunk.kv.length + chunk.token_ids.shape[0]
+            if end > self.config.max_positions:
+                raise ValueError(
+                    f"chunk {index} ends at {end} tokens; the model has {self.config.max_positions} positions"
+                )
+        return [chunk.token_ids.shape[0] for chunk in chunks]
+
+    def _check_token_ids(self, token_ids: Tensor) -> None:
+        low, high = (int(bound) for bound in torch.aminmax(token_ids))
+        if low < 0 or high >= self.config.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.config.vocab_size}")
