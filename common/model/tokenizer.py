@@ -63,7 +63,7 @@ class ByteTokenizer:
                 f"no {TOKENIZER_FILE}, and vocab_size = {config.vocab_size} leaves no room for 256 bytes above "
                 f"{specials} special ids"
             )
-        self._specials = {config.bos_token_id: "<bos>"} | {token: "<eos>" for token in config.eos_token_id}
+        self._specials = {config.bos_token_id: "<bos>"} | dict.fromkeys(config.eos_token_id, "<eos>")
         self.hash = hashlib.sha256(f"bytes+{self.offset}".encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:

@@ -1,0 +1,1 @@
+"""Moving KV between processes over Mooncake: engine, sender, send ring, tickets, digests."""

@@ -1,0 +1,132 @@
+"""Mooncake's transfer engine behind what this project needs of it: register memory, write, check, close.
+
+Mooncake reads its settings from the environment once, at import, so it is imported here and nowhere else. It has
+no authentication: whoever reaches its ports can write registered memory, so they belong on a private network.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import structlog
+
+REGISTER_CHUNK_BYTES = 1 << 30
+_APT_PACKAGES = "libibverbs1 librdmacm1 libnuma1 libcurl4"
+
+
+class TransferUnavailableError(RuntimeError):
+    """Mooncake can't be imported, started or given memory; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """hostname: the address under which peers reach this process; device: RDMA device names, "" = all;
+    min_port, max_port: range of the two ports an engine opens (0 = Mooncake's own, 15000 to 17000)."""
+
+    hostname: str = "127.0.0.1"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    min_port: int = 0
+    max_port: int = 0
+    transfer_timeout_s: int = 30
+    progress_timeout_s: int = 5
+
+
+def _environment(settings: EngineSettings) -> dict[str, str]:
+    chosen = {
+        # The protocol argument of Mooncake is advice only; these force it.
+        ("MC_FORCE_TCP" if settings.protocol == "tcp" else "MC_FORCE_HCA"): "1",
+        "MC_LOG_LEVEL": "ERROR",
+        # Without the pool every transfer opens a connection and ports run out.
+        "MC_TCP_ENABLE_CONNECTION_POOL": "true",
+        # Beyond the defaults of 2 048 outstanding blocks version 0.3.13 wedges a peer for good.
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+        "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
+        "MC_TRANSFER_TIMEOUT": str(settings.transfer_timeout_s),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(settings.progress_timeout_s),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(settings.progress_timeout_s),
+    }
+    if settings.min_port:
+        chosen["MC_MIN_RPC_PORT"] = str(settings.min_port)
+        chosen["MC_MAX_RPC_PORT"] = str(settings.max_port)
+    return chosen
+
+
+class TransferEngine:
+    """One Mooncake engine. Not to be used in a forked child. `session` is what peers write to."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Raises TransferUnavailableError."""
+        for name, value in _environment(settings).items():
+            os.environ.setdefault(name, value)
+        try:
+            from mooncake.engine import TransferEngine as Mooncake  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise TransferUnavailableError(
+                f"mooncake can't be imported ({error}); install exactly one of the mooncake-transfer-engine wheels "
+                f"and, on Debian, apt-get install {_APT_PACKAGES}"
+            ) from None
+        self._engine: Any = Mooncake()
+        status = self._engine.initialize(settings.hostname, "P2PHANDSHAKE", settings.protocol, settings.device)
+        if status != 0:
+            raise TransferUnavailableError(
+                f"mooncake did not start: initialize({settings.hostname!r}, {settings.protocol!r}) gave {status}"
+            )
+        self.session = f"{settings.hostname}:{self._engine.get_rpc_port()}"
+        self._lock = threading.Lock()
+        self._starts: list[int] = []
+        self._ends: dict[int, int] = {}
+        self._registered: list[int] = []
+        self._closed = False
+        structlog.get_logger().info("transfer engine started", session=self.session, protocol=settings.protocol)
+
+    def register(self, address: int, size: int) -> None:
+        """Makes memory readable and writable for transfers. Raises TransferUnavailableError."""
+        for begin in range(0, size, REGISTER_CHUNK_BYTES):
+            length = min(REGISTER_CHUNK_BYTES, size - begin)
+            status = self._engine.register_memory(address + begin, length)
+            if status != 0:
+                raise TransferUnavailableError(
+                    f"mooncake refused to register {length} bytes at {address + begin:#x} ({status}); "
+                    "for RDMA raise the locked-memory limit (ulimit -l)"
+                )
+            with self._lock:
+                self._registered.append(address + begin)
+        with self._lock:
+            bisect.insort(self._starts, address)
+            self._ends[address] = address + size
+
+    def check_local(self, address: int, size: int) -> None:
+        """Raises ValueError unless the bytes lie inside one registered region: Mooncake over TCP doesn't check."""
+        with self._lock:
+            place = bisect.bisect_right(self._starts, address) - 1
+            inside = place >= 0 and address + size <= self._ends[self._starts[place]]
+        if not inside:
+            raise ValueError(f"{size} bytes at {address:#x} are not inside registered memory")
+
+    def submit_write(self, session: str, source: int, target: int, size: int) -> int:
+        """Begins one write; returns its id, 0 when it was refused (then nothing is in flight)."""
+        return int(self._engine.transfer_submit_write(session, source, target, size))
+
+    def check(self, transfer: int) -> Literal["done", "failed", "running"]:
+        """State of a write; a "done" or "failed" one must not be asked about again."""
+        status = int(self._engine.transfer_check_status(transfer))
+        if status == 1:
+            return "done"
+        # -2 says that a time limit passed; the write is still alive.
+        return "failed" if status == -1 else "running"
+
+    def close(self) -> None:
+        """Unregisters everything; nobody can write into this process's memory afterwards. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            registered, self._registered = self._registered, []
+        for address in registered:
+            self._engine.unregister_memory(address)
