@@ -30,11 +30,13 @@ class Block:
         """The streams after this layer; `token_ids` [rows] is what hash routing looks up."""
         read, mixing = self._attention_streams.read(streams)
         x = rms_norm(read, self._attention_norm, self._eps)
+        decoding = isinstance(step, DecodeStep)
         if isinstance(step, PrefillStep):
             attended = self._attention.prefill(x, step)
         else:
             attended = self._attention.decode(x, step)
         streams = HyperConnection.write(streams, attended, mixing)
         read, mixing = self._expert_streams.read(streams)
-        computed = self._experts(rms_norm(read, self._expert_norm, self._eps), token_ids)
+        x = rms_norm(read, self._expert_norm, self._eps)
+        computed = self._experts(x, token_ids, decoding=decoding)
         return HyperConnection.write(streams, computed, mixing)

@@ -63,7 +63,9 @@ class HyperConnection:
         pre = gates[:, :n].add_(self._eps)
         post = gates[:, n:].mul_(2.0)
         logits = mixed[:, 2 * n :].view(tokens, n, n).permute(1, 2, 0).contiguous()
-        matrices = torch.softmax(logits, 1).add_(self._eps)
+        # torch.softmax over a middle axis treats the last few tokens of a buffer with another exp.
+        logits.sub_(logits.amax(1, keepdim=True)).exp_()
+        matrices = logits.div_(logits.sum(1, keepdim=True)).add_(self._eps)
         residual = sinkhorn(matrices, self._iterations, self._eps).permute(2, 1, 0).contiguous()
         return torch.bmm(pre.unsqueeze(1), streams).squeeze(1), Mixing(post.unsqueeze(-1), residual)
 

@@ -1,105 +1,134 @@
-"""Mixture of experts: routed SwiGLU experts weighted by sqrt(softplus) scores, and one shared expert.
+"""Mixture of experts: routed SwiGLU experts and one shared expert.
 
-    a_e = sqrt(softplus(x . gate_e));  T = the k largest a_e + bias_e (learned) or tid2eid[token] (hash)
-    y   = sum over T of gamma a_e / (sum over T of a + 1e-20) expert_e(x)  +  shared(x)
+    y = sum over the token's experts of w_e expert_e(x)  +  shared(x)
     expert(x) = W2 (silu(min(W1 x, limit)) * clamp(W3 x, -limit, limit))
 
-Two ways to the same sum. Few tokens and few experts: every expert over every token as one wide product, the
-weights (zero where not chosen) applied before W2; all experts' weights are read anyway, and the loop's launches
-cost more than the extra arithmetic. Otherwise rows are grouped per expert, each group padded to a multiple of 8.
+Two ways to the same sum. Decoding with few experts: every expert over every token as one wide product, the
+weights (zero where not chosen) applied before W2; a batch reads nearly all experts anyway, and a loop's launches
+cost more than the extra arithmetic. Otherwise rows are grouped by expert, each group padded to a multiple of 8.
+The choice depends on the model and on prefill or decode only, never on the batch.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from common.model.activations import silu_, sqrt_softplus
+from common.model.activations import silu_
 from common.model.config import ModelConfig
-from common.model.weights import WeightReader, padded_rows
+from common.model.routing import Router
+from common.model.weights import Dense, WeightReader, padded_rows
 
 MAX_WIDE_EXPERTS = 16
-WEIGHT_SUM_EPS = 1e-20
 
 
-def top_experts(scores: Tensor, count: int) -> Tensor:
-    """The `count` largest of scores [T, E], ties to the lower expert: [T, count] int64."""
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
+def swiglu_(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), written into `gate`; no limit where None."""
+    if limit is not None:
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit)
+    return silu_(gate).mul_(up)
+
+
+class WideExperts:
+    """All experts of a layer side by side, the shared one last: gates and ups [E I + Is, d], downs [d, E I + Is]."""
+
+    def __init__(self, gates: Dense, ups: Dense, downs: Tensor, experts: int, inner: int) -> None:
+        self._both = torch.cat((gates.matrix(), ups.matrix()))
+        self._downs = downs
+        self._experts = experts
+        self._inner = inner
+        self._width = downs.shape[1]
+
+    def expert(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down matrices of a routed expert, or of the shared one (index E); views."""
+        start = index * self._inner
+        stop = self._width if index == self._experts else start + self._inner
+        return self._both[start:stop], self._both[self._width + start : self._width + stop], self._downs[:, start:stop]
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, limit: float, shared_limit: float | None) -> Tensor:
+        """x [T, d] in the compute dtype, experts and weights [T, k], to [T, d] fp32."""
+        rows, routed = x.shape[0], self._experts * self._inner
+        both = F.linear(x, self._both).float()
+        gate, up = both[:, : self._width], both[:, self._width :]
+        if shared_limit == limit:
+            hidden = swiglu_(gate, up, limit)
+        else:
+            hidden = gate
+            swiglu_(gate[:, :routed], up[:, :routed], limit)
+            swiglu_(gate[:, routed:], up[:, routed:], shared_limit)
+        shares = x.new_zeros(rows, self._experts, dtype=torch.float32).scatter_add_(1, experts, weights)
+        hidden[:, :routed].unflatten(1, (self._experts, self._inner)).mul_(shares.unsqueeze(-1))
+        return F.linear(hidden.to(x.dtype), self._downs).float()
 
 
 class Experts:
     """One layer's FFN; `prefix` is e.g. "layers.3.ffn"."""
 
     def __init__(self, reader: WeightReader, prefix: str, config: ModelConfig, *, hash_routed: bool) -> None:
-        d, count = config.hidden_size, config.num_experts
+        d, count, inner = config.hidden_size, config.num_experts, config.moe_intermediate_size
         self._count = count
         self._chosen = config.experts_per_token
-        self._factor = config.routed_scaling_factor
         self._limit = config.swiglu_limit
-        self._inner = config.moe_intermediate_size
-        shared_inner = config.moe_intermediate_size * config.shared_experts
-        self._clamp_shared = config.clamp_shared_expert
-        self._gate = reader.dense((f"{prefix}.gate.weight", count, d), dtype=torch.float32)
-        self._table = torch.empty(0)
-        self._bias: Tensor | None = None
-        if hash_routed:
-            self._table = reader.table(f"{prefix}.gate.tid2eid", config.vocab_size, self._chosen)
-            if int(self._table.min()) < 0 or int(self._table.max()) >= count:
-                raise ValueError(f"{prefix}.gate.tid2eid names experts outside 0 ... {count - 1}")
+        self._shared_limit = config.swiglu_limit if config.clamp_shared_expert else None
+        self._dtype = reader.compute_dtype
+        self._router = Router(reader, f"{prefix}.gate", config, hash_routed=hash_routed)
+        widths = [inner] * count + [inner * config.shared_experts]
+        names = [f"{prefix}.experts.{index}" for index in range(count)] + [f"{prefix}.shared_experts"]
+        named = list(zip(names, widths, strict=True))
+        self._wide: WideExperts | None = None
+        self._parts: list[tuple[Dense, Dense, Dense]] = []
+        if count <= MAX_WIDE_EXPERTS and reader.keeps_dense:
+            gates = reader.dense(*[(f"{name}.w1.weight", width, d) for name, width in named])
+            ups = reader.dense(*[(f"{name}.w3.weight", width, d) for name, width in named])
+            downs = [reader.dense((f"{name}.w2.weight", d, width)).matrix() for name, width in named]
+            self._wide = WideExperts(gates, ups, torch.cat(downs, 1), count, inner)
         else:
-            self._bias = reader.vector(f"{prefix}.gate.bias", count)
+            for name, width in named:
+                gate = reader.dense((f"{name}.w1.weight", width, d))
+                up = reader.dense((f"{name}.w3.weight", width, d))
+                self._parts.append((gate, up, reader.dense((f"{name}.w2.weight", d, width))))
 
-        def expert(index: int, *matrices: str) -> list[tuple[str, int, int]]:
-            shape = {"w1": (self._inner, d), "w3": (self._inner, d), "w2": (d, self._inner)}
-            return [(f"{prefix}.experts.{index}.{name}.weight", *shape[name]) for name in matrices]
+    def __call__(self, x: Tensor, token_ids: Tensor, *, decoding: bool) -> Tensor:
+        """x [T, d] fp32 (T a multiple of 8), token_ids [T] int64, to [T, d] fp32."""
+        experts, weights = self._router(x, token_ids)
+        if decoding and self._wide is not None:
+            return self._wide(x.to(self._dtype), experts, weights, self._limit, self._shared_limit)
+        return self._grouped(x.to(self._dtype), experts, weights)
 
-        def shared(*matrices: str) -> list[tuple[str, int, int]]:
-            shape = {"w1": (shared_inner, d), "w3": (shared_inner, d), "w2": (d, shared_inner)}
-            return [(f"{prefix}.shared_experts.{name}.weight", *shape[name]) for name in matrices]
+    def _matrices(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        if self._wide is not None:
+            return self._wide.expert(index)
+        gate, up, down = self._parts[index]
+        return gate.matrix(), up.matrix(), down.matrix()
 
-        self._shared_in = reader.dense(*shared("w1", "w3"))
-        self._shared_out = reader.dense(*shared("w2"))
-        self._expert_in = [reader.dense(*expert(e, "w1", "w3")) for e in range(count)]
-        self._expert_out = [reader.dense(*expert(e, "w2")) for e in range(count)]
+    def _expert(self, x: Tensor, index: int, limit: float | None) -> Tensor:
+        """Rows [n, d], n a multiple of 8, through one expert: [n, d] fp32."""
+        gate, up, down = self._matrices(index)
+        hidden = swiglu_(F.linear(x, gate).float(), F.linear(x, up).float(), limit)
+        return F.linear(hidden.to(self._dtype), down).float()
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """x [T, d] fp32 (T a multiple of 8), token_ids [T] int64, to [T, d]."""
-        experts, weights = self._route(x, token_ids)
-        output = self._shared_out(self._activate(self._shared_in(x), clamp=self._clamp_shared))
-        flat_experts = experts.flatten()
-        order = torch.argsort(flat_experts, stable=True)
-        counts = torch.bincount(flat_experts, minlength=self._count).tolist()
-        tokens = order.div(self._chosen, rounding_mode="floor")
-        row_weights = weights.flatten()[order].unsqueeze(-1)
-        routed = x.new_empty(flat_experts.shape[0], x.shape[1])
-        start = 0
-        for index, rows in enumerate(counts):
-            if rows == 0:
-                continue
-            group = x.new_zeros(padded_rows(rows), x.shape[1])
-            torch.index_select(x, 0, tokens[start : start + rows], out=group[:rows])
-            hidden = self._activate(self._expert_in[index](group), clamp=True)
-            routed[start : start + rows] = self._expert_out[index](hidden)[:rows]
-            start += rows
-        # One slot per (token, choice), summed in the order of the choices: an atomic or grouped sum would
-        # depend on the other tokens.
-        slots = torch.empty_like(routed)
-        slots[order] = routed.mul_(row_weights)
-        return output.add_(slots.view(x.shape[0], self._chosen, -1).sum(1))
-
-    def _route(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts [T, k] int64 and their weights [T, k]."""
-        scores = sqrt_softplus(self._gate(x))
-        learned = self._bias is not None
-        experts = top_experts(scores + self._bias, self._chosen) if learned else self._table[token_ids]
-        weights = scores.gather(1, experts)
-        weights.div_(weights.sum(1, keepdim=True).add_(WEIGHT_SUM_EPS)).mul_(self._factor)
-        return experts, weights
-
-    def _activate(self, both: Tensor, *, clamp: bool) -> Tensor:
-        """[rows, 2 I] (gate | up) to [rows, I]."""
-        inner = both.shape[1] // 2
-        gate, up = both[:, :inner], both[:, inner:]
-        if clamp:
-            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-        return silu_(gate.contiguous()).mul_(up)
+    def _grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        flat = experts.flatten()
+        order = torch.argsort(flat, stable=True)
+        counts = torch.bincount(flat, minlength=self._count)
+        sizes = [padded_rows(rows) for rows in counts.tolist()]
+        starts = [sum(sizes[:index]) for index in range(self._count)]
+        # Where the j-th assignment, by expert, lies among the padded groups.
+        shift = torch.tensor(starts, device=x.device) - (counts.cumsum(0) - counts)
+        places = torch.arange(flat.shape[0], device=x.device) + shift[flat[order]]
+        tokens = torch.zeros(sum(sizes), dtype=torch.int64, device=x.device)
+        tokens[places] = order.div(self._chosen, rounding_mode="floor")
+        rows = x[tokens]
+        computed = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
+        for index, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            if size:
+                computed[start : start + size] = self._expert(rows[start : start + size], index, self._limit)
+        # One slot per (token, choice), summed in the order of the choices: what a token gets must not depend on
+        # where the others' rows lie.
+        slots = torch.empty_like(places)
+        slots[order] = places
+        chosen = computed[slots].view(x.shape[0], self._chosen, -1)
+        shared = self._expert(x, self._count, self._shared_limit)
+        return torch.baddbmm(shared.unsqueeze(1), weights.unsqueeze(1), chosen).squeeze(1)

@@ -92,8 +92,13 @@ class WeightReader:
             raise ValueError(f"dequantise_weights is {mode!r}; it must be 'at_load' or 'per_use'")
         self._weights = weights
         self._device = device
-        self._dtype = compute_dtype
+        self.compute_dtype = compute_dtype
         self._mode: DequantiseMode = mode
+
+    @property
+    def keeps_dense(self) -> bool:
+        """Whether every matrix is kept dense, whatever the checkpoint has."""
+        return self._mode == "at_load" or all(isinstance(weight, Tensor) for weight in self._weights.values())
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Weight:
         weight = self._weights.get(name)
@@ -119,4 +124,4 @@ class WeightReader:
     def dense(self, *named: tuple[str, int, int], dtype: torch.dtype | None = None) -> Dense:
         """One product over the matrices (name, out, in), in this order; `dtype` overrides the compute dtype."""
         parts = [self._take(name, (rows, columns)) for name, rows, columns in named]
-        return Dense(parts, self._device, dtype or self._dtype, self._mode)
+        return Dense(parts, self._device, dtype or self.compute_dtype, self._mode)
