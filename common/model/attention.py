@@ -19,7 +19,7 @@ from common.model.norms import inverse_rms, rms_norm
 from common.model.rope import Rotation, rotate_
 from common.model.sparse_attention import IndexedEntries, attend, attend_chunk
 from common.model.steps import DecodeStep, PrefillStep, Segment
-from common.model.weights import WeightReader
+from common.model.weights import GroupedOutput, WeightReader
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class Attention:
         self._kv_norm = reader.vector(f"{prefix}.kv_norm.weight", head)
         self._sinks = reader.vector(f"{prefix}.attn_sink", self._heads)
         group_width = self._heads * head // self._groups
-        self._wo_a = reader.dense((f"{prefix}.wo_a.weight", self._groups * self._group_rank, group_width))
+        self._grouped_output = GroupedOutput(
+            reader, f"{prefix}.wo_a.weight", self._groups, self._group_rank, group_width
+        )
         self._wo_b = reader.dense((f"{prefix}.wo_b.weight", d, self._groups * self._group_rank))
 
     def _read_compressor(self, reader: WeightReader, prefix: str, columns: int, width: int) -> Compressor:
@@ -212,11 +214,7 @@ class Attention:
 
     def _project_output(self, attended: Tensor, rotation: Rotation) -> Tensor:
         """[rows, H, D] back to [rows, d]: inverse rotation at the query, group by group, then joined."""
-        rows = attended.shape[0]
-        grouped = rotate_(attended, rotation.backward).view(rows, self._groups, -1).transpose(0, 1)
-        matrix = self._wo_a.matrix().view(self._groups, self._group_rank, -1)
-        joined = torch.bmm(grouped.to(matrix.dtype), matrix.transpose(1, 2)).float()
-        return self._wo_b(joined.transpose(0, 1).reshape(rows, -1))
+        return self._wo_b(self._grouped_output(rotate_(attended, rotation.backward)))
 
 
 def _compressor_matrices(prefix: str, rows: int, columns: int) -> list[tuple[str, int, int]]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.model.panels import cut, lone_panel, product
 from common.model.quantised_weight import QuantisedWeight
 
 Weight = Tensor | QuantisedWeight
@@ -47,32 +48,51 @@ class Dense:
     ) -> None:
         self._device = device
         self._dtype = compute_dtype
-        self.out_features = sum(part.shape[0] for part in parts)
-        self.in_features = parts[0].shape[1]
-        self._dense: Tensor | None = None
+        self._out = sum(part.shape[0] for part in parts)
+        self._panels: Tensor | None = None
         self._parts: tuple[Weight, ...] = ()
         if mode == "at_load" or all(isinstance(part, Tensor) for part in parts):
-            self._dense = self._build(parts)
+            panel = lone_panel(self._out) if device.type == "cpu" else self._out
+            self._panels = cut(joined(parts, device, compute_dtype), panel)
         else:
             self._parts = tuple(_placed(part, device) for part in parts)
 
-    def _build(self, parts: Sequence[Weight]) -> Tensor:
-        dense = [
-            (part if isinstance(part, Tensor) else part.dequantise(self._dtype)).to(self._device, self._dtype)
-            for part in parts
-        ]
-        return dense[0].contiguous() if len(dense) == 1 else torch.cat(dense)
-
-    def matrix(self) -> Tensor:
-        """The dense [out, in] matrix in the compute dtype."""
-        return self._dense if self._dense is not None else self._build(self._parts)
-
     def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in], rows a multiple of 8."""
         if x.shape[0] % ROW_MULTIPLE:
             raise ValueError(f"dense product over {x.shape[0]} rows; they must be padded to a multiple of 8")
-        if self._dtype is torch.float32:
-            return F.linear(x, self.matrix())
-        return F.linear(x.to(self._dtype), self.matrix()).float()
+        x = x.to(self._dtype)
+        if self._panels is not None:
+            return product(x, self._panels)[:, : self._out].float()
+        return F.linear(x, joined(self._parts, self._device, self._dtype)).float()
+
+
+def joined(parts: Sequence[Weight], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The matrices' values, one below the other: [sum(out_i), in]."""
+    dense = [(part if isinstance(part, Tensor) else part.dequantise(dtype)).to(device, dtype) for part in parts]
+    return dense[0] if len(dense) == 1 else torch.cat(dense)
+
+
+class GroupedOutput:
+    """Heads in G groups, each through its own matrix [rank, width]: [rows, H, D] to [rows, G rank] fp32."""
+
+    def __init__(self, reader: WeightReader, name: str, groups: int, rank: int, width: int) -> None:
+        self._groups, self._rank, self._width = groups, rank, width
+        self._reader = reader
+        self._name = name
+        self._kept = self._matrices() if reader.keeps_dense else None
+
+    def _matrices(self) -> Tensor:
+        """[G, width, rank]"""
+        matrix = self._reader.matrix(self._name, self._groups * self._rank, self._width)
+        return matrix.view(self._groups, self._rank, self._width).transpose(1, 2).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        matrices = self._matrices() if self._kept is None else self._kept
+        grouped = x.view(rows, self._groups, self._width).transpose(0, 1)
+        found = torch.bmm(grouped.to(matrices.dtype), matrices)
+        return found.transpose(0, 1).reshape(rows, -1).float()
 
 
 class WeightReader:
@@ -125,3 +145,7 @@ class WeightReader:
         """One product over the matrices (name, out, in), in this order; `dtype` overrides the compute dtype."""
         parts = [self._take(name, (rows, columns)) for name, rows, columns in named]
         return Dense(parts, self._device, dtype or self.compute_dtype, self._mode)
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        """One matrix [rows, columns] in the compute dtype on the device, whatever the mode."""
+        return joined([self._take(name, (rows, columns))], self._device, self.compute_dtype)
