@@ -1,0 +1,164 @@
+"""What both workers are made of on the gRPC side: server, health, reflection, admin basics, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
+
+from common.errors import ErrorReason, ServiceError
+from common.logging import set_log_level
+from common.rpc.channels import make_server
+from common.rpc.errors import abort
+from common.rpc.gen.dsv4pd.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from common.rpc.layout_messages import to_message
+from common.transfer.layout import HandoverLayout
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServer:
+    """A grpc.aio server with health (SERVING only between `set_ready(True)` and the next False)."""
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self.server = make_server()
+        self.ready = False
+        self._names = ["", *service_names]
+        self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        shown = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(shown, self.server)
+
+    async def start(self, host: str, port: int, port_file: Path | None) -> str:
+        """Listens; returns "host:port". Raises OSError when the port is taken."""
+        try:
+            bound = self.server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"can't listen on {host}:{port}: {error}") from None
+        await self.set_ready(False)
+        await self.server.start()
+        address = f"{host}:{bound}"
+        if port_file is not None:
+            partial = port_file.with_suffix(".partial")
+            partial.write_text(address, encoding="utf-8")
+            partial.replace(port_file)
+        return address
+
+    async def set_ready(self, ready: bool) -> None:
+        self.ready = ready
+        serving = health_pb2.HealthCheckResponse.ServingStatus
+        status = serving.SERVING if ready else serving.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        await self.set_ready(False)
+        await self.server.stop(grace_s)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set. Call inside the running loop."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> None:
+    """Serves the registry over HTTP on a thread of its own; port 0 = off."""
+    if port:
+        start_http_server(port, host, registry)
+
+
+class Profiler:
+    """One torch profile at a time, written as a Chrome trace."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._running: Any = None
+        self._id = ""
+
+    def start(self) -> str:
+        """Raises ServiceError when one is running."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with self._lock:
+            if self._running is not None:
+                raise ServiceError(ErrorReason.INVALID_REQUEST, f"profile {self._id} is running", field="profile")
+            self._running = profile(activities=[ProfilerActivity.CPU])
+            self._running.__enter__()
+            self._id = time.strftime("%Y%m%d-%H%M%S")
+            return self._id
+
+    def stop(self) -> Path:
+        """Raises ServiceError when none is running."""
+        with self._lock:
+            if self._running is None:
+                raise ServiceError(ErrorReason.NOT_FOUND, "no profile is running", field="profile")
+            running, self._running = self._running, None
+            running.__exit__(None, None, None)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path = self._directory / f"profile-{self._id}.json"
+            running.export_chrome_trace(str(path))
+            return path
+
+
+class AdminBasics(admin_pb2_grpc.AdminServicer):
+    """The admin calls that do not depend on what the worker does."""
+
+    def __init__(self, layout: HandoverLayout, regions: Sequence[common_pb2.Region], profiles: Path) -> None:
+        self._layout = layout
+        self._regions = regions
+        self._profiler = Profiler(profiles)
+        self._timers: set[asyncio.Task[None]] = set()
+
+    async def GetLayout(self, request: admin_pb2.GetLayoutRequest, context: Context) -> admin_pb2.GetLayoutReply:
+        return admin_pb2.GetLayoutReply(layout=to_message(self._layout), regions=self._regions)
+
+    async def SetLogLevel(self, request: admin_pb2.SetLogLevelRequest, context: Context) -> admin_pb2.SetLogLevelReply:
+        try:
+            previous = set_log_level(request.level)
+        except ValueError as error:
+            await abort(context, ServiceError(ErrorReason.INVALID_REQUEST, str(error), field="level"))
+        structlog.get_logger().info("log level changed", previous=previous, level=request.level)
+        return admin_pb2.SetLogLevelReply(previous=previous)
+
+    async def StartProfile(
+        self, request: admin_pb2.StartProfileRequest, context: Context
+    ) -> admin_pb2.StartProfileReply:
+        try:
+            started = self._profiler.start()
+        except ServiceError as error:
+            await abort(context, error)
+        if request.duration_s > 0:
+            task = asyncio.create_task(self._stop_later(request.duration_s))
+            self._timers.add(task)
+            task.add_done_callback(self._timers.discard)
+        return admin_pb2.StartProfileReply(profile_id=started)
+
+    async def StopProfile(self, request: admin_pb2.StopProfileRequest, context: Context) -> admin_pb2.StopProfileReply:
+        try:
+            path = await asyncio.to_thread(self._profiler.stop)
+        except ServiceError as error:
+            await abort(context, error)
+        return admin_pb2.StopProfileReply(path=str(path))
+
+    async def _stop_later(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        try:
+            path = await asyncio.to_thread(self._profiler.stop)
+        except ServiceError:
+            return
+        structlog.get_logger().info("profile written", path=str(path))

@@ -1,0 +1,5 @@
+"""`python -m decode_service`."""
+
+from decode_service.main import main
+
+main()

@@ -1,0 +1,103 @@
+"""All memory of a request: reserved at once for prompt and output, given back at once, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.kv.layout import host_page_count, logical_page_count
+from decode_service.device_pools import DevicePools
+from decode_service.host_pool import DeepSeekV4PagedHostPool
+from decode_service.page_allocator import PageAllocator
+
+
+@dataclass(frozen=True)
+class RequestResources:
+    """host_pages and logical_pages are ids of two different pools, in the order of the request's tokens."""
+
+    host_pages: tuple[int, ...]
+    logical_pages: tuple[int, ...]
+    window_slot: int
+    state_slot: int
+    hot_slot: int
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    name: str
+    total: int
+    free: int
+    used: int
+    quarantined: int
+
+
+class ResourcePools:
+    """Used by the engine's thread; the counts may be read from any."""
+
+    def __init__(self, host: DeepSeekV4PagedHostPool, device: DevicePools, hot_slots: PageAllocator) -> None:
+        self._host = host.allocator
+        self._device = device
+        self._hot = hot_slots
+        self._allocators = (self._host, device.logical, device.window_slots, device.state_slots, hot_slots)
+
+    def fits_ever(self, tokens: int) -> bool:
+        """Whether a request of `tokens` tokens in all fits empty pools."""
+        return host_page_count(tokens) <= self._host.total and logical_page_count(tokens) <= self._device.logical.total
+
+    def reserve(self, tokens: int) -> RequestResources | None:
+        """Everything that a request of `tokens` tokens in all will need, its state slot cleared; None, and nothing
+        taken, when a pool is short."""
+        needs = (
+            (self._host, host_page_count(tokens)),
+            (self._device.logical, logical_page_count(tokens)),
+            (self._device.window_slots, 1),
+            (self._device.state_slots, 1),
+            (self._hot, 1),
+        )
+        taken: list[tuple[PageAllocator, list[int]]] = []
+        for allocator, count in needs:
+            pages = allocator.take(count)
+            if pages is None:
+                for other, ids in taken:
+                    other.release(ids)
+                return None
+            taken.append((allocator, pages))
+        host, logical, window, state, hot = (ids for _, ids in taken)
+        self._device.clear_state(state[0])
+        return RequestResources(tuple(host), tuple(logical), window[0], state[0], hot[0])
+
+    def release(self, resources: RequestResources) -> None:
+        """Raises ValueError when any of it is not owned (a second release)."""
+        for allocator, ids in self._parts(resources):
+            allocator.release(ids)
+
+    def quarantine(self, resources: RequestResources) -> None:
+        """A writer may still be alive: set everything aside."""
+        for allocator, ids in self._parts(resources):
+            allocator.quarantine(ids)
+
+    def release_quarantined(self, resources: RequestResources) -> None:
+        for allocator, ids in self._parts(resources):
+            allocator.release_quarantined(ids)
+
+    def use(self) -> list[PoolUse]:
+        return [PoolUse(a.name, a.total, a.free, a.used, a.quarantined) for a in self._allocators]
+
+    def check_integrity(self, held: Iterable[RequestResources]) -> None:
+        """Raises ValueError unless the pools are sound and exactly `held` is owned."""
+        owned = list(held)
+        for allocator in self._allocators:
+            allocator.check_integrity()
+        for index, allocator in enumerate(self._allocators):
+            count = sum(len(self._parts(resources)[index][1]) for resources in owned)
+            if count != allocator.used:
+                raise ValueError(f"pool {allocator.name}: requests hold {count} pages, {allocator.used} are owned")
+
+    def _parts(self, resources: RequestResources) -> list[tuple[PageAllocator, list[int]]]:
+        return [
+            (self._host, list(resources.host_pages)),
+            (self._device.logical, list(resources.logical_pages)),
+            (self._device.window_slots, [resources.window_slot]),
+            (self._device.state_slots, [resources.state_slot]),
+            (self._hot, [resources.hot_slot]),
+        ]

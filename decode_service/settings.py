@@ -1,0 +1,53 @@
+"""Settings of the decode service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from common.config import Port, Seconds, ServiceSettings
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class DecodeSettings(ServiceSettings):
+    """`dsv4-pd decode --help` lists these; each is also an environment variable DSV4PD_DECODE_<NAME>."""
+
+    service: ClassVar[str] = "decode"
+
+    model: Path = Field(description="directory of the checkpoint: config.json, safetensors, tokenizer.json")
+    model_name: str = Field("", description="name reported to others; empty: the directory's name")
+    port: Port = Field(7002, description="gRPC port; 0 picks a free one")
+    port_file: Path | None = Field(None, description="written with host:port once the server listens")
+    metrics_port: Port = Field(0, description="HTTP port for Prometheus; 0 = off")
+    threads: int = Field(0, ge=0, description="CPU threads for computing; 0 = all cores")
+    prefill_address: str = Field("", description="host:port of prefill for requests that name none")
+
+    host_pages: Positive = Field(4096, description="host C4 pages (256 tokens each) in page-locked memory")
+    logical_pages: Positive = Field(4096, description="device pages (256 tokens each): index keys and C128 rows")
+    max_requests: Positive = Field(64, description="requests with memory at a time: hot, window and state slots")
+    max_batch: Positive = Field(32, description="requests decoded in one step")
+    hot_entries: int = Field(0, ge=0, description="hot buffer rows of a request and C4 layer; 0 = 4 x index_topk")
+    max_context_tokens: int = Field(0, ge=0, description="longest prompt + output; 0 = what model and pools allow")
+    max_queued: Positive = Field(256, description="requests that may wait for memory; more get RESOURCE_EXHAUSTED")
+    shuffle_allocators: int = Field(-1, ge=-1, description="seed that shuffles page and slot ids; -1 = in order")
+    verify: bool = Field(True, description="check the digest of every page that lands")
+
+    transfer_hostname: str = Field("127.0.0.1", description="this host's address for Mooncake peers")
+    transfer_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake transport")
+    transfer_device: str = Field("", description="RDMA devices, comma separated; empty = all")
+    transfer_min_port: Port = Field(0, description="least port Mooncake may open; 0 = its own range")
+    transfer_max_port: Port = Field(0, description="greatest port Mooncake may open")
+
+    queue_timeout_s: Seconds = Field(120, description="longest wait for memory")
+    prefill_queue_timeout_s: Seconds = Field(120, description="longest wait in the prefill service's queue")
+    prefill_timeout_s: Seconds = Field(600, description="longest time from prefill's start to its last byte")
+    transfer_timeout_s: Seconds = Field(30, description="longest time for one post of pages")
+    cancel_timeout_s: Seconds = Field(30, description="longest wait for prefill to say that a request is drained")
+    handshake_timeout_s: Seconds = Field(5, description="longest wait for a prefill service's Hello")
+    quarantine_timeout_s: Seconds = Field(120, description="after this, pages of a vanished writer are free again")
+    settle_s: Seconds = Field(0.2, description="wait between a writer's proven end and the reuse of its pages")
+    drain_timeout_s: Seconds = Field(30, description="on SIGTERM, longest wait for running requests")
+    profile_directory: Path = Field(Path("profiles"), description="where StartProfile puts its traces")

@@ -1,0 +1,230 @@
+"""The engine thread: schedule, run, post. It never waits for a transfer; pages leave while it computes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import structlog
+import torch
+from torch import Tensor
+
+from common.errors import ErrorReason, ServiceError
+from common.kernels.interface import KVKernels
+from common.model.model import DeepSeekV4Model, PrefillChunk
+from common.sampling import sample, with_logprobs
+from common.transfer.send_ring import SendRing, Span
+from common.transfer.sender import TransferSender
+from prefill_service.job import PrefillJob, SpanUse
+from prefill_service.metrics import PrefillMetrics
+from prefill_service.packing import ChunkPlan, Outgoing, outgoing_pages, outgoing_rest
+from prefill_service.scheduler import ScheduledChunk, Scheduler
+from prefill_service.sequence_kv import SequenceKV
+
+RING_WAIT_S = 0.005
+IDLE_WAIT_S = 0.2
+
+
+class PrefillEngine:
+    """Owns model, scheduler and living jobs. `submit`, `cancel` and the readers are thread-safe."""
+
+    def __init__(
+        self,
+        model: DeepSeekV4Model,
+        kernels: KVKernels,
+        scheduler: Scheduler,
+        ring: SendRing,
+        sender: TransferSender,
+        metrics: PrefillMetrics,
+        max_queued: int,
+    ) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._scheduler = scheduler
+        self._ring = ring
+        self._sender = sender
+        self._metrics = metrics
+        self._max_queued = max_queued
+        self._lock = threading.Lock()
+        self._jobs: dict[str, PrefillJob] = {}
+        self._arrived: queue.SimpleQueue[PrefillJob | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="prefill-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Cancels every job and ends the thread."""
+        self._stopping = True
+        for job in self.jobs():
+            self.cancel(job.key)
+        self._arrived.put(None)
+        self._thread.join(timeout_s)
+
+    def jobs(self) -> list[PrefillJob]:
+        with self._lock:
+            return list(self._jobs.values())
+
+    def find(self, key: str) -> PrefillJob | None:
+        with self._lock:
+            return self._jobs.get(key)
+
+    def submit(self, job: PrefillJob) -> tuple[int, int]:
+        """Queues a job; returns how many requests and tokens are ahead of it.
+
+        Raises ServiceError: DUPLICATE_REQUEST for a living key, QUEUE_FULL.
+        """
+        with self._lock:
+            if job.key in self._jobs:
+                raise ServiceError(
+                    ErrorReason.DUPLICATE_REQUEST, f"request {job.key} is here already", field="key", theirs=job.key
+                )
+            queued = [other for other in self._jobs.values() if other.phase in ("queued", "computing")]
+            if sum(other.phase == "queued" for other in queued) >= self._max_queued:
+                raise ServiceError(
+                    ErrorReason.QUEUE_FULL,
+                    f"{self._max_queued} prompts wait already",
+                    field="max_queued",
+                    ours=self._max_queued,
+                    retry_after_s=1.0,
+                )
+            self._jobs[job.key] = job
+        self._arrived.put(job)
+        return len(queued), sum(other.tokens - other.computed for other in queued)
+
+    def cancel(self, key: str) -> PrefillJob | None:
+        """Ends a job; `job.gone` of the returned job resolves when nothing of it can be written any more."""
+        job = self.find(key)
+        if job is not None:
+            job.cancel()
+            self._sender.cancel(key)
+            if job.gone.done():
+                self._sender.forget(key)
+            self._arrived.put(None)
+        return job
+
+    def gone(self, job: PrefillJob) -> None:
+        """Called by a job when its last reference is back."""
+        with self._lock:
+            self._jobs.pop(job.key, None)
+        self._sender.forget(job.key)
+
+    def _loop(self) -> None:
+        idle = True
+        while not (self._stopping and self._scheduler.running == self._scheduler.waiting == 0):
+            self._take_arrivals(IDLE_WAIT_S if idle else 0.0)
+            for job in self._scheduler.drop_ended():
+                # Also for a failed job: what it still has queued must not be written.
+                self._sender.cancel(job.key)
+                job.release()
+            for job in self._scheduler.admit():
+                job.kv = SequenceKV(self._model.config, self._kernels)
+                job.start()
+            chunks = self._staged(self._scheduler.next_chunks())
+            idle = not chunks and self._scheduler.running == 0
+            if chunks:
+                self._step(chunks)
+            elif not idle:
+                time.sleep(RING_WAIT_S)
+
+    def _take_arrivals(self, wait_s: float) -> None:
+        try:
+            job = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
+            while True:
+                if job is not None:
+                    self._scheduler.add(job)
+                job = self._arrived.get_nowait()
+        except queue.Empty:
+            return
+
+    def _staged(self, chunks: list[ScheduledChunk]) -> list[tuple[ScheduledChunk, Span]]:
+        """The chunks for which the send ring has room now, oldest first; the others wait for transfers to end."""
+        staged: list[tuple[ScheduledChunk, Span]] = []
+        for chunk in chunks:
+            span = self._ring.take(chunk.plan.span_bytes)
+            if span is None:
+                self._metrics.ring_waits.inc()
+                break
+            staged.append((chunk, span))
+        return staged
+
+    def _step(self, staged: list[tuple[ScheduledChunk, Span]]) -> None:
+        begun = time.monotonic()
+        inputs: list[PrefillChunk] = []
+        for chunk, span in staged:
+            kv = _kv(chunk.job)
+            kv.stage(chunk.plan.staging(span))
+            inputs.append(_input(chunk.job, kv, chunk.plan))
+        uses = [SpanUse(self._ring, span) for _, span in staged]
+        try:
+            outputs = self._model.prefill(inputs)
+        except Exception as cause:  # noqa: BLE001 - one bad step must not end the service
+            structlog.get_logger().exception("prefill step failed", requests=[c.job.request_id for c, _ in staged])
+            for (chunk, _), use in zip(staged, uses, strict=True):
+                self._give_up(chunk.job, ServiceError(ErrorReason.PREFILL_FAILED, f"prefill step failed: {cause!r}"))
+                use.release()
+            return
+        self._metrics.step(time.monotonic() - begun, sum(c.plan.end - c.plan.start for c, _ in staged))
+        for (chunk, _), use, logits in zip(staged, uses, outputs, strict=True):
+            try:
+                self._after(chunk, use, logits)
+            except ServiceError as error:
+                self._give_up(chunk.job, error)
+            except Exception as cause:  # noqa: BLE001 - likewise
+                structlog.get_logger().exception("posting a chunk failed", request_id=chunk.job.request_id)
+                self._give_up(chunk.job, ServiceError(ErrorReason.PREFILL_FAILED, f"posting failed: {cause!r}"))
+            finally:
+                use.release()
+
+    def _after(self, chunk: ScheduledChunk, use: SpanUse, logits: Tensor | None) -> None:
+        """Posts what the chunk completed; behind the last one also the rest and the first token."""
+        job, plan = chunk.job, chunk.plan
+        if job.phase == "ended":
+            return
+        job.computed = plan.end
+        job.chunk_done()
+        if plan.complete_pages:
+            pages = outgoing_pages(plan, use.span, job.ticket, 0, plan.complete_pages)
+            self._post(job, use, pages, (plan.first_page, plan.complete_pages))
+        if logits is not None and job.sampling.settings.prompt_logprobs is not None:
+            self._add_prompt_logprobs(job, plan, logits)
+        if plan.is_last:
+            if logits is None:
+                raise ValueError("the last chunk gave no logits")
+            first = sample(logits.view(-1, logits.shape[-1])[-1:], [job.sampling])[0]
+            self._post(job, use, outgoing_rest(plan, use.span, job.ticket, _kv(job)), None)
+            job.kv = None
+            self._scheduler.remove(job)
+            job.computed_last(first)
+            job.release()
+
+    def _post(self, job: PrefillJob, use: SpanUse, outgoing: Outgoing, pages: tuple[int, int] | None) -> None:
+        post = self._sender.post(job.key, job.ticket.session, outgoing.runs, job.transfer_timeout_s)
+        job.add_post(post, use, outgoing.ranges, pages, job.computed)
+
+    def _add_prompt_logprobs(self, job: PrefillJob, plan: ChunkPlan, logits: Tensor) -> None:
+        """Row t of the chunk's logits is the distribution of the token at position start + t + 1."""
+        wanted = job.sampling.settings.prompt_logprobs or 0
+        following: list[int] = job.token_ids[plan.start + 1 : plan.end + 1].tolist()
+        rows = logits[: len(following)]
+        for token, row in zip(following, rows, strict=True):
+            job.prompt_logprobs.append(with_logprobs(row, token, wanted))
+
+    def _give_up(self, job: PrefillJob, error: ServiceError) -> None:
+        if job.fail(error):
+            self._metrics.failures.labels(error.reason.name.lower()).inc()
+
+
+def _kv(job: PrefillJob) -> SequenceKV:
+    if job.kv is None:
+        raise ValueError(f"job {job.key} has no KV")
+    return job.kv
+
+
+def _input(job: PrefillJob, kv: SequenceKV, plan: ChunkPlan) -> PrefillChunk:
+    tokens: torch.Tensor = job.token_ids[plan.start : plan.end]
+    if job.sampling.settings.prompt_logprobs is not None:
+        return PrefillChunk(tokens, kv, logits="all")
+    return PrefillChunk(tokens, kv, logits="last" if plan.is_last else "none")

@@ -1,0 +1,139 @@
+"""Starts the prefill service and ends it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import structlog
+import torch
+
+from common.kernels.cpu import cpu_kernels
+from common.logging import configure_logging
+from common.model.checkpoint import CheckpointError, load_weights
+from common.model.config import ConfigError, ModelConfig
+from common.model.model import DeepSeekV4Model
+from common.model.model_hash import model_hash
+from common.model.tokenizer import load_tokenizer
+from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, prefill_pb2_grpc
+from common.rpc.identity import new_incarnation
+from common.rpc.worker import WorkerServer, serve_metrics, stop_on_signals
+from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
+from common.transfer.layout import HandoverLayout
+from common.transfer.send_ring import SendRing
+from common.transfer.sender import SenderSettings, TransferSender
+from prefill_service.admin import PrefillAdmin
+from prefill_service.engine import PrefillEngine
+from prefill_service.metrics import PrefillMetrics
+from prefill_service.packing import ChunkPlan
+from prefill_service.scheduler import Scheduler
+from prefill_service.server import PrefillServicer
+from prefill_service.settings import PrefillSettings
+
+SERVICES = ("dsv4pd.v1.Prefill", "dsv4pd.v1.Admin")
+
+
+class SettingsError(ValueError):
+    """Settings that can't work together; the message names them."""
+
+
+def main() -> None:
+    """`python -m prefill_service`: serves until SIGTERM or SIGINT."""
+    settings = PrefillSettings.load()
+    configure_logging("prefill", settings.log_level)
+    try:
+        asyncio.run(serve(settings))
+    except (ConfigError, CheckpointError, SettingsError, TransferUnavailableError, OSError) as error:
+        structlog.get_logger().error("prefill can't start", detail=str(error))
+        sys.exit(1)
+
+
+def max_context(settings: PrefillSettings, config: ModelConfig) -> int:
+    """The longest prompt served. Raises SettingsError when more is asked than model or budget allow."""
+    most = min(config.max_positions, settings.kv_budget_tokens)
+    if settings.max_context_tokens > most:
+        raise SettingsError(
+            f"max_context_tokens = {settings.max_context_tokens}, but the model has {config.max_positions} positions "
+            f"and kv_budget_tokens = {settings.kv_budget_tokens}"
+        )
+    return settings.max_context_tokens or most
+
+
+def check_ring(settings: PrefillSettings, config: ModelConfig) -> None:
+    """Raises SettingsError unless the largest span of a chunk fits the send ring."""
+    ratios, chunk = config.compress_ratios, settings.chunk_tokens
+    largest = max(ChunkPlan(ratios, end, 0, end).span_bytes for end in range(max(1, chunk - 128), chunk + 1))
+    if largest > settings.send_ring_bytes:
+        raise SettingsError(
+            f"send_ring_bytes = {settings.send_ring_bytes}, but a chunk of {chunk} tokens needs {largest} bytes"
+        )
+
+
+async def serve(settings: PrefillSettings) -> None:
+    log = structlog.get_logger()
+    stop = stop_on_signals()
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    config = ModelConfig.from_file(settings.model)
+    limit = max_context(settings, config)
+    check_ring(settings, config)
+    tokenizer = load_tokenizer(settings.model, config)
+    layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
+    model = DeepSeekV4Model(config, load_weights(settings.model, config))
+    incarnation = new_incarnation("prefill")
+    metrics = PrefillMetrics()
+    transfer = TransferEngine(
+        EngineSettings(
+            settings.transfer_hostname,
+            settings.transfer_protocol,
+            settings.transfer_device,
+            settings.transfer_min_port,
+            settings.transfer_max_port,
+            int(settings.transfer_timeout_s) or 1,
+        )
+    )
+    ring = SendRing(settings.send_ring_bytes)
+    transfer.register(ring.memory.data_ptr(), ring.size)
+    sender = TransferSender(
+        transfer,
+        SenderSettings(settings.transfer_run_bytes, settings.transfer_batch_runs, settings.transfer_batch_bytes),
+        on_failure=lambda reason: metrics.transfer_failures.labels(reason).inc(),
+    )
+    scheduler = Scheduler(
+        config.compress_ratios, settings.chunk_tokens, settings.step_tokens, settings.kv_budget_tokens
+    )
+    engine = PrefillEngine(model, cpu_kernels(), scheduler, ring, sender, metrics, settings.max_queued)
+    servicer = PrefillServicer(settings, config, layout, incarnation, engine, metrics, limit)
+    worker = WorkerServer(SERVICES)
+    admin = PrefillAdmin(
+        layout,
+        settings.profile_directory,
+        incarnation,
+        engine,
+        ring,
+        sender,
+        servicer,
+        worker,
+        settings.model_name or settings.model.resolve().name,
+        transfer.session,
+        limit,
+    )
+    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, worker.server)
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, worker.server)
+    metrics.ring_bytes.set_function(lambda: ring.used)
+    for phase in ("queued", "computing", "sending"):
+        metrics.requests.labels(phase).set_function(
+            lambda phase=phase: sum(job.phase == phase for job in engine.jobs())
+        )
+    serve_metrics(settings.metrics_port, settings.host, metrics.registry)
+    engine.start()
+    address = await worker.start(settings.host, settings.port, settings.port_file)
+    await worker.set_ready(True)
+    log.info("prefill ready", address=address, incarnation=incarnation.id, max_context_tokens=limit)
+    await stop.wait()
+    left = await admin.drain(settings.drain_timeout_s)
+    engine.stop(5.0)
+    drained = await asyncio.to_thread(sender.close, 5.0)
+    transfer.close()
+    await worker.stop(0.5)
+    log.info("prefill stopped", requests_left=left, transfers_drained=drained)
