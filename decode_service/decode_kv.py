@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.kernels.interface import KVKernels
 from common.kv.layout import C128_PAGE, INDEX_PAGE, WINDOW_PAGE, WINDOW_TOKENS
-from common.kv.quantise import hadamard_matrix
+from common.kv.quantise import rotate_queries
 from common.model.kv_store import CacheKind
 from decode_service.device_pools import DevicePools
 from decode_service.hisparse import HiSparseCoordinator
@@ -92,7 +92,7 @@ class PagedDecodeKV:
             self._kernels.pack_rows(entries, self._device.c128[layer], places, C128_PAGE)
 
     def rotate_index_queries(self, queries: Tensor) -> Tensor:
-        return queries @ hadamard_matrix(str(queries.device))
+        return rotate_queries(queries)
 
     def index_keys(self, layer: int) -> list[Tensor]:
         found: list[Tensor] = []

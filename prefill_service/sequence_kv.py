@@ -21,7 +21,7 @@ from common.kv.layout import (
     ROW_VALUES,
     WINDOW_TOKENS,
 )
-from common.kv.quantise import dequantise_rows, hadamard_matrix, quantise_rows
+from common.kv.quantise import dequantise_rows, quantise_rows, rotate_queries
 from common.model.config import ModelConfig
 from common.model.kv_store import CacheKind
 
@@ -113,7 +113,7 @@ class SequenceKV:
         return cache.append(values)
 
     def rotate_index_queries(self, queries: Tensor) -> Tensor:
-        return queries @ hadamard_matrix(str(queries.device))
+        return rotate_queries(queries)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens

@@ -105,9 +105,18 @@ def hadamard_rotate(x: Tensor) -> Tensor:
     return x * width**-0.5
 
 
+def rotate_queries(queries: Tensor) -> Tensor:
+    """[..., 128] fp32 in the basis that index keys are kept in. One product: queries are many and, unlike keys,
+    are not kept. Rows are padded to a multiple of 8, so that a query's bits do not depend on their number."""
+    flat = queries.reshape(-1, queries.shape[-1])
+    rows = flat.shape[0]
+    padded = torch.nn.functional.pad(flat, (0, 0, 0, -rows % 8))
+    return (padded @ _hadamard_matrix(queries.device))[:rows].view(queries.shape)
+
+
 @functools.cache
-def hadamard_matrix(device: str) -> Tensor:
-    """[128, 128] fp32, symmetric and orthonormal: for rotating many queries by one product."""
+def _hadamard_matrix(device: torch.device) -> Tensor:
+    """[128, 128] fp32, symmetric and orthonormal."""
     return hadamard_rotate(torch.eye(INDEX_VALUES, device=device))
 
 

@@ -94,9 +94,9 @@ class LocalSequence:
     def rotate_index_queries(self, queries: Tensor) -> Tensor:
         if not self.quantise:
             return queries
-        from common.kv.quantise import hadamard_rotate
+        from common.kv.quantise import rotate_queries
 
-        return hadamard_rotate(queries)
+        return rotate_queries(queries)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens

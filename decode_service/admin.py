@@ -1,0 +1,148 @@
+"""Operator calls on the decode service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import structlog
+
+from common.errors import ErrorReason, ServiceError
+from common.rpc.errors import abort
+from common.rpc.gen.dsv4pd.v1 import admin_pb2, common_pb2
+from common.rpc.ticket_messages import regions_to_messages
+from common.rpc.worker import AdminBasics, Context, WorkerServer
+from common.transfer.layout import HandoverLayout
+from common.transfer.ticket import RegionTable
+from common.version import VERSION
+from decode_service.engine import DecodeEngine
+from decode_service.server import DecodeServicer
+
+PHASES = ("queued", "prefilling", "running", "draining")
+
+
+class DecodeAdmin(AdminBasics):
+    def __init__(
+        self,
+        layout: HandoverLayout,
+        regions: RegionTable,
+        profiles: Path,
+        incarnation: common_pb2.Incarnation,
+        engine: DecodeEngine,
+        servicer: DecodeServicer,
+        worker: WorkerServer,
+        model_name: str,
+        session: str,
+        max_context_tokens: int,
+        item_bytes: dict[str, int],
+    ) -> None:
+        super().__init__(layout, regions_to_messages(regions), profiles)
+        self._incarnation = incarnation
+        self._engine = engine
+        self._servicer = servicer
+        self._worker = worker
+        self._model_name = model_name
+        self._session = session
+        self._max_context_tokens = max_context_tokens
+        self._item_bytes = item_bytes
+
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusReply:
+        if request.check_integrity:
+            try:
+                await asyncio.wrap_future(self._engine.check_integrity())
+            except ValueError as error:
+                await abort(context, ServiceError(ErrorReason.INTERNAL, f"integrity: {error}", field="integrity"))
+        requests = self._engine.requests()
+        counters = self._engine.hisparse.counters
+        return admin_pb2.GetStatusReply(
+            incarnation=self._incarnation,
+            version=VERSION,
+            draining=self._servicer.draining,
+            ready=self._worker.ready,
+            pools=[
+                admin_pb2.PoolStatus(
+                    name=use.name,
+                    total=use.total,
+                    free=use.free,
+                    used=use.used,
+                    quarantined=use.quarantined,
+                    item_bytes=self._item_bytes[use.name],
+                )
+                for use in self._engine.pools.use()
+            ],
+            phases=[
+                admin_pb2.PhaseCount(
+                    phase=phase,
+                    requests=sum(r.phase == phase for r in requests),
+                    tokens=sum(r.total_tokens for r in requests if r.phase == phase),
+                )
+                for phase in PHASES
+            ],
+            counters={
+                "hot_hits": float(counters.hits),
+                "hot_misses": float(counters.misses),
+                "backups": float(counters.backups),
+            },
+            max_context_tokens=self._max_context_tokens,
+            model_name=self._model_name,
+            mooncake_session=self._session,
+        )
+
+    async def ListRequests(
+        self, request: admin_pb2.ListRequestsRequest, context: Context
+    ) -> admin_pb2.ListRequestsReply:
+        now = time.time_ns()
+        return admin_pb2.ListRequestsReply(
+            requests=[
+                admin_pb2.RequestStatus(
+                    key=common_pb2.RequestKey(request_id=r.request_id, generation=r.generation),
+                    phase=r.phase,
+                    prompt_tokens=r.prompt_tokens,
+                    generated_tokens=len(r.sampling.generated),
+                    max_tokens=r.sampling.settings.max_tokens,
+                    age_s=(now - r.arrived_ns) / 1e9,
+                    host_pages=len(r.resources.host_pages) if r.resources else 0,
+                    logical_pages=len(r.resources.logical_pages) if r.resources else 0,
+                    peer=r.peer,
+                )
+                for r in self._engine.requests()
+            ]
+        )
+
+    async def AbortRequest(
+        self, request: admin_pb2.AbortRequestRequest, context: Context
+    ) -> admin_pb2.AbortRequestReply:
+        if not request.request_id:
+            await abort(context, ServiceError(ErrorReason.INVALID_REQUEST, "request_id is empty", field="request_id"))
+        found = [r for r in self._engine.requests() if r.request_id == request.request_id]
+        if not found:
+            await abort(
+                context,
+                ServiceError(ErrorReason.NOT_FOUND, f"no request {request.request_id!r} here", field="request_id"),
+            )
+        for each in found:
+            self._engine.abort(each)
+        return admin_pb2.AbortRequestReply(aborted=len(found))
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
+        return admin_pb2.DrainReply(running=await self.drain(request.grace_s))
+
+    async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeReply:
+        self._servicer.draining = False
+        await self._worker.set_ready(True)
+        return admin_pb2.ResumeReply()
+
+    async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheReply:
+        # Pages of finished requests are free at once, so there is nothing to flush.
+        return admin_pb2.FlushCacheReply(pages_freed=0)
+
+    async def drain(self, grace_s: float) -> int:
+        """Takes no new requests and waits for the present ones, for ever with 0; returns how many are left."""
+        self._servicer.draining = True
+        await self._worker.set_ready(False)
+        structlog.get_logger().info("draining", grace_s=grace_s)
+        end = time.monotonic() + grace_s if grace_s > 0 else float("inf")
+        while self._engine.requests() and time.monotonic() < end:  # noqa: ASYNC110 - requests end on another thread
+            await asyncio.sleep(0.02)
+        return len(self._engine.requests())

@@ -1,0 +1,300 @@
+"""The engine thread of the decode service: take commands, admit, step. Everything that changes pools, tables or
+the batch happens on it; asyncio talks to it through one queue and hears from it through the requests' `emit`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import structlog
+import torch
+
+from common.errors import ErrorReason, ServiceError
+from common.kernels.interface import KVKernels
+from common.model.model import DeepSeekV4Model
+from common.sampling import SampledToken, sample
+from decode_service.decode_kv import BatchTables, PagedDecodeKV
+from decode_service.device_pools import DevicePools
+from decode_service.hisparse import HiSparseCoordinator
+from decode_service.metrics import DecodeMetrics
+from decode_service.request import DecodeRequest, FailedEvent, FinishedEvent, ReservedEvent
+from decode_service.resources import RequestResources, ResourcePools
+
+IDLE_WAIT_S = 0.2
+MAX_COMMANDS = 1 << 16
+T = TypeVar("T")
+
+
+class DecodeEngine:
+    """`submit`, `admit`, `release`, `quarantine`, `abort` and the readers are thread-safe."""
+
+    def __init__(
+        self,
+        model: DeepSeekV4Model,
+        kernels: KVKernels,
+        device: DevicePools,
+        hisparse: HiSparseCoordinator,
+        pools: ResourcePools,
+        metrics: DecodeMetrics,
+        max_batch: int,
+        max_queued: int,
+        max_context_tokens: int,
+    ) -> None:
+        self.pools = pools
+        self.hisparse = hisparse
+        self._model = model
+        self._kernels = kernels
+        self._device = device
+        self._metrics = metrics
+        self._max_batch = max_batch
+        self._max_queued = max_queued
+        self._max_context_tokens = max_context_tokens
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue(MAX_COMMANDS)
+        self._lock = threading.Lock()
+        self._requests: dict[str, DecodeRequest] = {}
+        self._waiting: deque[DecodeRequest] = deque()
+        self._running: list[DecodeRequest] = []
+        self._tables: BatchTables | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="decode-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        self._stopping = True
+        self._commands.put(lambda: None)
+        self._thread.join(timeout_s)
+
+    def requests(self) -> list[DecodeRequest]:
+        with self._lock:
+            return list(self._requests.values())
+
+    def submit(self, request: DecodeRequest) -> None:
+        """Queues a request for memory; a ReservedEvent follows.
+
+        Raises ServiceError: DUPLICATE_REQUEST, CONTEXT_TOO_LONG, POOL_EXHAUSTED (could never fit), QUEUE_FULL.
+        """
+        total = request.total_tokens
+        if total > self._max_context_tokens:
+            raise ServiceError(
+                ErrorReason.CONTEXT_TOO_LONG,
+                f"prompt of {request.prompt_tokens} tokens + max_tokens "
+                f"{request.sampling.settings.max_tokens} = {total} is more than the context of {self._max_context_tokens}",
+                field="max_tokens" if request.prompt_tokens < self._max_context_tokens else "prompt",
+                ours=self._max_context_tokens,
+                theirs=total,
+            )
+        if not self.pools.fits_ever(total):
+            sizes = ", ".join(f"{use.name} {use.total}" for use in self.pools.use())
+            raise ServiceError(
+                ErrorReason.POOL_EXHAUSTED,
+                f"a request of {total} tokens does not fit empty pools (pages: {sizes})",
+                field="max_tokens",
+                theirs=total,
+            )
+        with self._lock:
+            if request.request_id in self._requests:
+                raise ServiceError(
+                    ErrorReason.DUPLICATE_REQUEST,
+                    f"request {request.request_id} is here already",
+                    field="request_id",
+                    theirs=request.request_id,
+                )
+            if sum(other.phase == "queued" for other in self._requests.values()) >= self._max_queued:
+                raise ServiceError(
+                    ErrorReason.QUEUE_FULL,
+                    f"{self._max_queued} requests wait for memory already",
+                    field="max_queued",
+                    ours=self._max_queued,
+                    retry_after_s=1.0,
+                )
+            self._requests[request.request_id] = request
+        self._command(lambda: self._waiting.append(request))
+
+    def admit(self, request: DecodeRequest, first_token: SampledToken) -> None:
+        """The handover is complete and verified: the request joins the next step."""
+        self._command(lambda: self._admit(request, first_token))
+
+    def release(self, request: DecodeRequest) -> Future[None]:
+        """Nobody writes the request's memory any more: gives all of it back, in whatever phase it is; once."""
+        return self.call(lambda: self._end(request))
+
+    def quarantine(self, request: DecodeRequest) -> Future[None]:
+        """The request is over but its writer may be alive: its memory is set aside until `unquarantine`."""
+        return self.call(lambda: self._quarantine(request))
+
+    def unquarantine(self, request: DecodeRequest) -> Future[None]:
+        """The writer is provably gone."""
+        return self.call(lambda: self._unquarantine(request))
+
+    def abort(self, request: DecodeRequest) -> None:
+        """Ends a request with finish reason abort; the caller's stream then gives its memory back."""
+        self._command(lambda: self._abort(request))
+
+    def check_integrity(self) -> Future[None]:
+        """Fails with ValueError when pools, tables or requests disagree."""
+        return self.call(self._check_integrity)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function on the engine's thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+        self._command(run)
+        return future
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command, timeout=5.0)
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._take_commands(0.0 if self._running else IDLE_WAIT_S)
+            self._reserve_waiting()
+            if self._running:
+                self._step(self._running[: self._max_batch])
+
+    def _take_commands(self, wait_s: float) -> None:
+        try:
+            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _reserve_waiting(self) -> None:
+        """First come, first served: a request that does not fit yet keeps those behind it waiting, so that it
+        gets its turn."""
+        while self._waiting:
+            request = self._waiting[0]
+            resources = self.pools.reserve(request.total_tokens)
+            if resources is None:
+                return
+            self._waiting.popleft()
+            request.resources = resources
+            request.phase = "prefilling"
+            request.emit(ReservedEvent(resources, time.time_ns() - request.arrived_ns))
+
+    def _admit(self, request: DecodeRequest, first_token: SampledToken) -> None:
+        if request.phase != "prefilling" or request.resources is None:
+            self._metrics.late_events.inc()
+            return
+        request.phase = "running"
+        request.admitted_ns = time.time_ns()
+        finished = request.accept(first_token)
+        if finished is not None:
+            self._finish(request, finished)
+            return
+        self.hisparse.admit_request_direct(request.resources, request.prompt_tokens)
+        self._running.append(request)
+        self._tables = None
+
+    def _step(self, batch: list[DecodeRequest]) -> None:
+        begun = time.monotonic()
+        if self._tables is None or len(batch) != self._tables.hot.shape[0]:
+            self._tables = BatchTables.of([_resources(request) for request in batch])
+        positions = torch.tensor([request.position for request in batch])
+        tokens = torch.tensor([request.sampling.generated[-1] for request in batch])
+        kv = PagedDecodeKV(self._tables, positions, self._device, self.hisparse, self._kernels)
+        try:
+            logits = self._model.decode(tokens, kv)
+            kv.end_step()
+        except Exception as cause:  # noqa: BLE001 - one bad step must not end the service
+            structlog.get_logger().exception("decode step failed", requests=[r.request_id for r in batch])
+            for request in batch:
+                self._fail(request, ServiceError(ErrorReason.INTERNAL, f"decode step failed: {cause!r}"))
+            return
+        bad = torch.isnan(logits).any(dim=1).tolist()
+        good = [row for row in range(len(batch)) if not bad[row]]
+        sampled = sample(logits[good], [batch[row].sampling for row in good])
+        for row, token in zip(good, sampled, strict=True):
+            finished = batch[row].accept(token)
+            if finished is not None:
+                self._finish(batch[row], finished)
+        for row in range(len(batch)):
+            if bad[row]:
+                self._fail(batch[row], ServiceError(ErrorReason.INTERNAL, "the model gave NaN logits"))
+        self._metrics.step(time.monotonic() - begun, len(batch))
+        if len(self._running) > self._max_batch:
+            # More are admitted than fit a step: take turns.
+            self._running = self._running[self._max_batch :] + self._running[: self._max_batch]
+            self._tables = None
+
+    def _finish(self, request: DecodeRequest, finished: FinishedEvent) -> None:
+        self._leave_batch(request)
+        self._end(request)
+        request.emit(finished)
+
+    def _fail(self, request: DecodeRequest, error: ServiceError) -> None:
+        self._leave_batch(request)
+        self._end(request)
+        request.emit(FailedEvent(error))
+
+    def _abort(self, request: DecodeRequest) -> None:
+        finished = FinishedEvent("abort", None, 0)
+        if request.phase == "running":
+            self._finish(request, finished)
+        elif request.phase in ("queued", "prefilling"):
+            request.emit(finished)
+
+    def _leave_batch(self, request: DecodeRequest) -> None:
+        if request in self._running:
+            self._running.remove(request)
+            self._tables = None
+
+    def _end(self, request: DecodeRequest) -> None:
+        """Every end of life comes here; only the first counts."""
+        if request.phase == "ended":
+            return
+        self._leave_batch(request)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request.resources is not None:
+            self.hisparse.release(request.resources.hot_slot)
+            self.pools.release(request.resources)
+        self._forget(request)
+
+    def _quarantine(self, request: DecodeRequest) -> None:
+        if request.phase != "prefilling" or request.resources is None:
+            self._end(request)
+            return
+        self.pools.quarantine(request.resources)
+        request.phase = "draining"
+        self._metrics.quarantined.inc()
+
+    def _unquarantine(self, request: DecodeRequest) -> None:
+        if request.phase != "draining" or request.resources is None:
+            return
+        self.pools.release_quarantined(request.resources)
+        self._forget(request)
+
+    def _forget(self, request: DecodeRequest) -> None:
+        request.phase = "ended"
+        with self._lock:
+            self._requests.pop(request.request_id, None)
+
+    def _check_integrity(self) -> None:
+        held = [r for r in self.requests() if r.phase in ("prefilling", "running") and r.resources is not None]
+        self.pools.check_integrity([_resources(request) for request in held])
+        running = [r for r in held if r.phase == "running"]
+        self.hisparse.check_integrity(
+            [_resources(r).hot_slot for r in running], [(r.position + 1) // 4 for r in running]
+        )
+
+
+def _resources(request: DecodeRequest) -> RequestResources:
+    if request.resources is None:
+        raise ValueError(f"request {request.request_id} has no memory")
+    return request.resources

@@ -1,0 +1,173 @@
+"""Starts the decode service and ends it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import structlog
+import torch
+
+from common.kernels.cpu import cpu_kernels
+from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS
+from common.logging import configure_logging
+from common.model.checkpoint import CheckpointError, load_weights
+from common.model.config import ConfigError, ModelConfig
+from common.model.model import DeepSeekV4Model
+from common.model.model_hash import model_hash
+from common.model.tokenizer import load_tokenizer
+from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, decode_pb2_grpc
+from common.rpc.identity import new_incarnation
+from common.rpc.worker import WorkerServer, serve_metrics, stop_on_signals
+from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
+from common.transfer.layout import HandoverLayout
+from common.transfer.ticket import ITEM_BYTES, RegionKind
+from decode_service.admin import PHASES, DecodeAdmin
+from decode_service.device_pools import DevicePools
+from decode_service.engine import DecodeEngine
+from decode_service.hisparse import HiSparseCoordinator
+from decode_service.host_pool import DeepSeekV4PagedHostPool
+from decode_service.metrics import DecodeMetrics
+from decode_service.resources import ResourcePools
+from decode_service.server import DecodeServicer
+from decode_service.settings import DecodeSettings
+
+SERVICES = ("dsv4pd.v1.Decode", "dsv4pd.v1.Admin")
+DEFAULT_HOT_TOPKS = 4
+
+
+class SettingsError(ValueError):
+    """Settings that can't work together; the message names them."""
+
+
+def main() -> None:
+    """`python -m decode_service`: serves until SIGTERM or SIGINT."""
+    settings = DecodeSettings.load()
+    configure_logging("decode", settings.log_level)
+    try:
+        asyncio.run(serve(settings))
+    except (ConfigError, CheckpointError, SettingsError, TransferUnavailableError, OSError) as error:
+        structlog.get_logger().error("decode can't start", detail=str(error))
+        sys.exit(1)
+
+
+def max_context(settings: DecodeSettings, config: ModelConfig) -> int:
+    """The longest prompt + output served. Raises SettingsError when more is asked than model or pools allow."""
+    pages = min(settings.host_pages, settings.logical_pages)
+    most = min(config.max_positions, pages * LOGICAL_PAGE_TOKENS)
+    if settings.max_context_tokens > most:
+        raise SettingsError(
+            f"max_context_tokens = {settings.max_context_tokens}, but the model has {config.max_positions} positions "
+            f"and host_pages = {settings.host_pages}, logical_pages = {settings.logical_pages} hold "
+            f"{pages * LOGICAL_PAGE_TOKENS} tokens"
+        )
+    return settings.max_context_tokens or most
+
+
+def hot_entries(settings: DecodeSettings, config: ModelConfig) -> int:
+    """D, the hot buffer rows of a request. Raises SettingsError when it can't hold one selection."""
+    entries = settings.hot_entries or DEFAULT_HOT_TOPKS * config.index_topk
+    if entries < config.index_topk:
+        raise SettingsError(
+            f"hot_entries = {entries} is less than the model's index_topk = {config.index_topk}: one step's "
+            "selection must fit"
+        )
+    return entries
+
+
+async def serve(settings: DecodeSettings) -> None:
+    log = structlog.get_logger()
+    stop = stop_on_signals()
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    config = ModelConfig.from_file(settings.model)
+    limit, hot = max_context(settings, config), hot_entries(settings, config)
+    tokenizer = load_tokenizer(settings.model, config)
+    layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
+    model = DeepSeekV4Model(config, load_weights(settings.model, config))
+    incarnation = new_incarnation("decode")
+    metrics = DecodeMetrics()
+    kernels = cpu_kernels()
+    seed = settings.shuffle_allocators if settings.shuffle_allocators >= 0 else None
+    host = DeepSeekV4PagedHostPool(config.layers_of(4), settings.host_pages, kernels, seed)
+    device = DevicePools.of(config, settings.logical_pages, settings.max_requests, seed)
+    hisparse = HiSparseCoordinator(host, kernels, settings.max_requests, hot, seed)
+    pools = ResourcePools(host, device, hisparse.slots)
+    regions = device.regions(host)
+    transfer = TransferEngine(
+        EngineSettings(
+            settings.transfer_hostname,
+            settings.transfer_protocol,
+            settings.transfer_device,
+            settings.transfer_min_port,
+            settings.transfer_max_port,
+        )
+    )
+    for region in regions.items():
+        transfer.register(region.base, region.size)
+    engine = DecodeEngine(
+        model, kernels, device, hisparse, pools, metrics, settings.max_batch, settings.max_queued, limit
+    )
+    servicer = DecodeServicer(settings, config, layout, incarnation, engine, regions, transfer.session, metrics)
+    worker = WorkerServer(SERVICES)
+    per_layer = {kind: ITEM_BYTES[kind] * sum(r.kind is kind for r in regions.items()) for kind in RegionKind}
+    item_bytes = {
+        "host_c4": host.page_bytes,
+        "logical": per_layer[RegionKind.INDEX] + per_layer[RegionKind.C128],
+        "window": per_layer[RegionKind.WINDOW],
+        "state": sum(per_layer[k] for k in (RegionKind.STATE_C4, RegionKind.STATE_INDEX, RegionKind.STATE_C128)),
+        "hot": hisparse.slot_bytes,
+    }
+    admin = DecodeAdmin(
+        layout,
+        regions,
+        settings.profile_directory,
+        incarnation,
+        engine,
+        servicer,
+        worker,
+        settings.model_name or settings.model.resolve().name,
+        transfer.session,
+        limit,
+        item_bytes,
+    )
+    decode_pb2_grpc.add_DecodeServicer_to_server(servicer, worker.server)
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, worker.server)
+    _publish(metrics, engine)
+    serve_metrics(settings.metrics_port, settings.host, metrics.registry)
+    engine.start()
+    address = await worker.start(settings.host, settings.port, settings.port_file)
+    await worker.set_ready(True)
+    log.info(
+        "decode ready",
+        address=address,
+        incarnation=incarnation.id,
+        max_context_tokens=limit,
+        hot_entries=hot,
+        host_tokens=settings.host_pages * C4_PAGE.rows * 4,
+        device_tokens=settings.logical_pages * LOGICAL_PAGE_TOKENS,
+        pool_bytes={use.name: use.total * item_bytes[use.name] for use in pools.use()},
+    )
+    await stop.wait()
+    left = await admin.drain(settings.drain_timeout_s)
+    # Unregister before anything else goes: no peer may write into memory that is being given back.
+    transfer.close()
+    await servicer.close()
+    await asyncio.to_thread(engine.stop, 5.0)
+    await worker.stop(0.5)
+    log.info("decode stopped", requests_left=left)
+
+
+def _publish(metrics: DecodeMetrics, engine: DecodeEngine) -> None:
+    """Gauges read the engine when they are scraped."""
+    for phase in PHASES:
+        metrics.requests.labels(phase).set_function(
+            lambda phase=phase: sum(r.phase == phase for r in engine.requests())
+        )
+    for index, use in enumerate(engine.pools.use()):
+        for state in ("free", "used", "quarantined"):
+            metrics.pool.labels(use.name, state).set_function(
+                lambda index=index, state=state: getattr(engine.pools.use()[index], state)
+            )
+    for what in ("hits", "misses", "backups"):
+        metrics.hot.labels(what).set_function(lambda what=what: getattr(engine.hisparse.counters, what))

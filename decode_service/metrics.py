@@ -1,0 +1,42 @@
+"""Metrics of the decode service, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class DecodeMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.step_seconds = Histogram(
+            "dsv4pd_decode_step_seconds", "Time of one decode step.", registry=r, buckets=_SECONDS
+        )
+        self.batch = Histogram(
+            "dsv4pd_decode_batch_size", "Requests in a step.", registry=r, buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
+        )
+        self.tokens = Counter("dsv4pd_decode_tokens", "Tokens decoded.", registry=r)
+        self.queue_seconds = Histogram(
+            "dsv4pd_decode_queue_seconds", "Wait of a request for memory.", registry=r, buckets=_SECONDS
+        )
+        self.handover_seconds = Histogram(
+            "dsv4pd_decode_handover_seconds", "Prefill asked to handover verified.", registry=r, buckets=_SECONDS
+        )
+        self.handover_bytes = Counter("dsv4pd_decode_handover_bytes", "KV bytes received.", registry=r)
+        self.digest_seconds = Counter("dsv4pd_decode_digest_seconds", "Time spent checking digests.", registry=r)
+        self.finished = Counter("dsv4pd_decode_requests_finished", "Requests that ended well.", ["reason"], registry=r)
+        self.failures = Counter("dsv4pd_decode_failures", "Requests that did not.", ["reason"], registry=r)
+        self.quarantined = Counter("dsv4pd_decode_quarantined", "Requests whose pages were set aside.", registry=r)
+        self.late_events = Counter(
+            "dsv4pd_decode_late_events", "Messages about requests that were over, ignored.", registry=r
+        )
+        self.requests = Gauge("dsv4pd_decode_requests", "Requests in the service.", ["phase"], registry=r)
+        self.pool = Gauge("dsv4pd_decode_pool_pages", "Pages by pool and state.", ["pool", "state"], registry=r)
+        self.hot = Gauge("dsv4pd_decode_hot_rows", "Rows since start: hits, misses, backups.", ["what"], registry=r)
+
+    def step(self, seconds: float, batch: int) -> None:
+        self.step_seconds.observe(seconds)
+        self.batch.observe(batch)
+        self.tokens.inc(batch)

@@ -1,0 +1,193 @@
+"""Talks to prefill services: handshake once an incarnation, one stream a request, cancel and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import grpc
+import grpc.aio
+import structlog
+
+from common.errors import ErrorReason, ServiceError
+from common.rpc import layout_messages, sampling_messages, ticket_messages
+from common.rpc.channels import open_channel
+from common.rpc.errors import from_rpc_error
+from common.rpc.gen.dsv4pd.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from common.sampling import SampledToken
+from common.transfer.layout import HandoverLayout
+from common.transfer.ticket import RegionKind, TransferTicket
+from decode_service.metrics import DecodeMetrics
+from decode_service.request import DecodeRequest
+from decode_service.settings import DecodeSettings
+from decode_service.verification import HandoverCheck, LandedRange
+
+WriterState = Literal["drained", "gone", "unknown"]
+PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a finished handover brings besides pages."""
+
+    first_token: SampledToken
+    prompt_logprobs: tuple[SampledToken, ...]
+    timings: prefill_pb2.PrefillTimings
+    handover_ns: int
+
+
+class PrefillPeer:
+    """One prefill address. Restarts of the service behind it are noticed by its incarnation."""
+
+    def __init__(
+        self,
+        address: str,
+        settings: DecodeSettings,
+        layout: HandoverLayout,
+        incarnation: common_pb2.Incarnation,
+        metrics: DecodeMetrics,
+    ) -> None:
+        self.address = address
+        self._settings = settings
+        self._layout = layout
+        self._incarnation = incarnation
+        self._metrics = metrics
+        self._channel = open_channel(address)
+        self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._handshake = asyncio.Lock()
+        self._known: str = ""
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def hello(self) -> str:
+        """The peer's incarnation, after its layout was found equal to ours. Raises ServiceError."""
+        async with self._handshake:
+            if self._known:
+                return self._known
+            request = prefill_pb2.HelloRequest(
+                caller=self._incarnation, layout=layout_messages.to_message(self._layout)
+            )
+            try:
+                reply = await self._stub.Hello(request, timeout=self._settings.handshake_timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise self._error(error) from None
+            theirs = layout_messages.from_message(reply.layout)
+            layout_messages.check_same(self._layout, theirs, f"prefill {self.address}")
+            self._known = reply.callee.id
+            structlog.get_logger().info("prefill joined", address=self.address, incarnation=self._known)
+            return self._known
+
+    async def run(self, request: DecodeRequest, ticket: TransferTicket) -> Prefilled:
+        """One prompt: returns when all of it has landed and is verified. Raises ServiceError.
+
+        After an error writes may still be in flight: call `drain` before the memory is used again.
+        """
+        try:
+            return await self._run(request, ticket)
+        except ServiceError as error:
+            if error.reason is not ErrorReason.STALE_GENERATION:
+                raise
+            # The service was restarted since the handshake and refused before any work: once more.
+            self._known = ""
+            return await self._run(request, ticket)
+
+    async def _run(self, request: DecodeRequest, ticket: TransferTicket) -> Prefilled:
+        incarnation = await self.hello()
+        request.peer = f"{self.address} {incarnation}"
+        begun = time.time_ns()
+        check = HandoverCheck(ticket, request.prompt_tokens, self._layout.ratios, self.address)
+        stream = self._stub.Prefill(self._message(request, ticket, incarnation))
+        try:
+            async for event in stream:
+                if event.key.generation != request.generation or event.key.request_id != request.request_id:
+                    self._metrics.late_events.inc()
+                    continue
+                kind = event.WhichOneof("event")
+                if kind == "pages_sent":
+                    self._metrics.handover_bytes.inc(event.pages_sent.bytes)
+                    await self._verify(check, event.pages_sent.digests)
+                elif kind == "done":
+                    await self._verify(check, event.done.digests)
+                    check.check_complete()
+                    return Prefilled(
+                        first_token=_first_token(event.done, request),
+                        prompt_logprobs=tuple(
+                            sampling_messages.token_from_message(token) for token in event.done.prompt_logprobs
+                        ),
+                        timings=event.done.timings,
+                        handover_ns=time.time_ns() - begun,
+                    )
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                self._known = ""
+            raise self._error(error) from None
+        finally:
+            stream.cancel()
+        raise ServiceError(ErrorReason.PREFILL_FAILED, f"prefill {self.address} ended its stream without a result")
+
+    async def drain(self, request: DecodeRequest) -> WriterState:
+        """After this says "drained" nothing of the request can be written any more; "gone": its writer's process
+        does not exist any more; "unknown": it can't be reached."""
+        incarnation = request.peer.rpartition(" ")[2]
+        if not incarnation:
+            return "drained"
+        message = prefill_pb2.CancelRequest(
+            key=common_pb2.RequestKey(request_id=request.request_id, generation=request.generation),
+            drain_timeout_s=self._settings.cancel_timeout_s,
+        )
+        try:
+            reply = await self._stub.Cancel(message, timeout=self._settings.cancel_timeout_s + 1)
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE:
+                return "unknown"
+            return "gone" if await self._refuses_connections() else "unknown"
+        return "drained" if reply.callee.id == incarnation else "gone"
+
+    async def _refuses_connections(self) -> bool:
+        """Whether the peer's host answers that nobody listens there: the process is over."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), PROBE_TIMEOUT_S)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return False
+
+    async def _verify(self, check: HandoverCheck, digests: Iterable[prefill_pb2.RangeDigest]) -> None:
+        ranges = [LandedRange(d.layer_id, RegionKind(d.kind), d.first, d.count, d.digest) for d in digests]
+        begun = time.monotonic()
+        await asyncio.to_thread(check.add, ranges)
+        self._metrics.digest_seconds.inc(time.monotonic() - begun)
+
+    def _message(self, request: DecodeRequest, ticket: TransferTicket, incarnation: str) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            key=common_pb2.RequestKey(request_id=request.request_id, generation=request.generation),
+            expected_incarnation=incarnation,
+            token_ids=request.token_ids,
+            sampling=sampling_messages.to_message(request.sampling.settings),
+            ticket=ticket_messages.to_message(ticket, self._incarnation),
+            queue_timeout_s=self._settings.prefill_queue_timeout_s,
+            prefill_timeout_s=self._settings.prefill_timeout_s,
+            transfer_timeout_s=self._settings.transfer_timeout_s,
+        )
+
+    def _error(self, error: grpc.aio.AioRpcError) -> ServiceError:
+        made = from_rpc_error(error, ErrorReason.PREFILL_UNAVAILABLE)
+        if made.reason is ErrorReason.PREFILL_UNAVAILABLE:
+            return ServiceError(
+                made.reason, f"prefill {self.address} is not reachable: {error.details()}", field="prefill_address",
+                theirs=self.address, retry_after_s=1.0,
+            )  # fmt: skip
+        return made
+
+
+def _first_token(done: prefill_pb2.Done, request: DecodeRequest) -> SampledToken:
+    if request.sampling.settings.logprobs is None:
+        return SampledToken(done.first_token, 0.0)
+    return sampling_messages.token_from_message(done.logprobs)
