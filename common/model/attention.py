@@ -15,7 +15,7 @@ from common.model.compressor import Compressor
 from common.model.config import ModelConfig
 from common.model.indexer import decode_selection
 from common.model.kv_store import CacheKind
-from common.model.norms import inverse_rms, rms_norm
+from common.model.norms import RmsNorm, inverse_rms
 from common.model.rope import Rotation, rotate_
 from common.model.sparse_attention import IndexedEntries, attend, attend_chunk
 from common.model.steps import DecodeStep, PrefillStep, Segment
@@ -53,6 +53,7 @@ class Attention:
         self._topk = config.index_topk
         self._window = config.sliding_window
         self._eps = config.rms_norm_eps
+        self._eps_tensor = torch.tensor([self._eps], device=reader.device)
         self._groups, self._group_rank = config.o_groups, config.o_lora_rank
 
         from_input = [(f"{prefix}.wq_a.weight", rank, d), (f"{prefix}.wkv.weight", head, d)]
@@ -72,8 +73,8 @@ class Attention:
         self._split_input = [rows for _, rows, _ in from_input]
         self._from_input = reader.dense(*from_input)
         self._from_query = reader.dense(*from_query)
-        self._q_norm = reader.vector(f"{prefix}.q_norm.weight", rank)
-        self._kv_norm = reader.vector(f"{prefix}.kv_norm.weight", head)
+        self._q_norm = RmsNorm(reader.vector(f"{prefix}.q_norm.weight", rank), config.rms_norm_eps)
+        self._kv_norm = RmsNorm(reader.vector(f"{prefix}.kv_norm.weight", head), config.rms_norm_eps)
         self._sinks = reader.vector(f"{prefix}.attn_sink", self._heads)
         group_width = self._heads * head // self._groups
         self._grouped_output = GroupedOutput(
@@ -164,15 +165,14 @@ class Attention:
         """C4 entries each sequence reads: [B, topk], -1 = none."""
         self._extend(CacheKind.C4, self._compressor, projected.raw_rows, step)
         self._extend(CacheKind.INDEX, self._index_compressor, projected.raw_index_rows, step)
-        counts = [(position + 1) // 4 for position in step.positions]
-        if projected.index_queries is None or projected.head_weights is None:
+        if projected.index_queries is None or projected.head_weights is None or step.everything is None:
             raise ValueError(f"layer {self._layer} of ratio {self._ratio} has no indexer")
-        queries, weights = projected.index_queries[: step.batch], projected.head_weights[: step.batch]
-        keys: list[Tensor] = []
-        if max(counts) > self._topk:
-            queries = step.kv.rotate_index_queries(queries)
-            keys = step.kv.index_keys(self._layer)
-        return decode_selection(queries, weights, keys, counts, self._topk)
+        if not step.crowded:
+            return step.everything
+        queries = step.kv.rotate_index_queries(projected.index_queries[: step.batch])
+        keys = step.kv.index_keys(self._layer)
+        weights = projected.head_weights[: step.batch]
+        return decode_selection(queries, weights, keys, step.entry_counts[4], step.everything)
 
     def _attend_c128(self, queries: Tensor, window: Tensor, step: DecodeStep, output: Tensor) -> None:
         """Sequences whose padded entry counts agree go together; a batched product treats each as if alone."""
@@ -180,14 +180,14 @@ class Attention:
         groups: dict[int, list[int]] = {}
         for b, rows in enumerate(entries):
             groups.setdefault(rows.shape[0], []).append(b)
-        for padded, members in groups.items():
+        for padded, members in sorted(groups.items()):
             index = torch.tensor(members, device=queries.device)
             bias = None if step.window_bias is None else step.window_bias[index]
             stacked: Tensor | None = None
             entry_bias: Tensor | None = None
             if padded:
                 stacked = torch.stack([entries[b] for b in members])
-                counts = torch.tensor([(step.positions[b] + 1) // 128 for b in members], device=queries.device)
+                counts = step.entry_counts[128][index]
                 hidden = torch.arange(padded, device=queries.device) >= counts.unsqueeze(1)
                 entry_bias = torch.zeros(len(members), 1, padded, device=queries.device)
                 entry_bias.masked_fill_(hidden.unsqueeze(1), -torch.inf)
@@ -195,12 +195,12 @@ class Attention:
 
     def _project(self, x: Tensor, rotation: Rotation, phase: Tensor | None) -> Projected:
         parts = self._from_input(x).split(self._split_input, -1)
-        low_rank = rms_norm(parts[0], self._q_norm, self._eps)
-        window_rows = rotate_(rms_norm(parts[1], self._kv_norm, self._eps), rotation.forward)
+        low_rank = self._q_norm(parts[0])
+        window_rows = rotate_(self._kv_norm(parts[1]), rotation.forward)
         from_query = self._from_query(low_rank)
         width = self._heads * self._head_dim
         raw_queries = from_query[:, :width].view(-1, self._heads, self._head_dim)
-        scale = inverse_rms(raw_queries, self._eps).mul_(self._head_dim**-0.5)
+        scale = inverse_rms(raw_queries, self._eps_tensor).mul_(self._head_dim**-0.5)
         queries = rotate_(raw_queries * scale, rotation.forward)
         raw_rows = raw_index_rows = index_queries = head_weights = None
         if self._compressor is not None and phase is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.model.norms import rms_norm
+from common.model.norms import RmsNorm
 from common.model.rope import rotate_
 
 
@@ -23,8 +23,7 @@ class Compressor:
         self._ratio = ratio
         self._width = width
         self._ape = ape
-        self._norm = norm
-        self._eps = eps
+        self._norm = RmsNorm(norm, eps)
 
     @property
     def row_width(self) -> int:
@@ -73,4 +72,4 @@ class Compressor:
     def _combine(self, values: Tensor, gates: Tensor, turn: Tensor) -> Tensor:
         """Values and gates [n, slots, width] to entries [n, width]."""
         entries = torch.softmax(gates, 1).mul_(values).sum(1)
-        return rotate_(rms_norm(entries, self._norm, self._eps), turn)
+        return rotate_(self._norm(entries), turn)

@@ -23,24 +23,29 @@ def index_scores(queries: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
     return torch.bmm(head_weights.unsqueeze(1), products.view(n, heads, -1)).squeeze(1)
 
 
+def first_entries(counts: Tensor, topk: int) -> Tensor:
+    """All entries of sequences that have at most `topk`: counts [B] int64 to [B, topk], -1 behind the last."""
+    slots = torch.arange(topk, device=counts.device)
+    return torch.where(slots < counts.unsqueeze(1), slots, -1)
+
+
 def decode_selection(
-    queries: Tensor, head_weights: Tensor, keys: Sequence[Tensor], counts: Sequence[int], topk: int
+    queries: Tensor, head_weights: Tensor, keys: Sequence[Tensor], counts: Tensor, everything: Tensor
 ) -> Tensor:
     """Entries that each of B decoded tokens reads: [B, topk] int64 ascending, -1 behind the last.
 
-    queries [B, Hi, Di]; head_weights [B, Hi]; keys: for each sequence [c_padded, Di] with c_padded >= counts[b]
-    a multiple of 64. A sequence with at most `topk` entries reads all of them, whatever their scores.
+    queries [B, Hi, Di]; head_weights [B, Hi]; keys: for each sequence [c_padded, Di]; counts [B] int64;
+    everything [B, topk] is `first_entries`, the answer for sequences with at most topk entries, whatever their
+    scores.
     """
-    device = queries.device
-    slots = torch.arange(topk, device=device)
-    selected = torch.where(slots < torch.tensor(counts, device=device).unsqueeze(1), slots, -1)
-    crowded = [b for b, count in enumerate(counts) if count > topk]
-    if not crowded:
-        return selected
-    widest = max(counts[b] for b in crowded)
-    scores = queries.new_full((len(crowded), widest), -torch.inf)
-    for row, b in enumerate(crowded):
-        found = index_scores(queries[b : b + 1], head_weights[b : b + 1], keys[b])
-        scores[row, : counts[b]] = found[0, : counts[b]]
-    selected[torch.tensor(crowded, device=device)] = top_entries(scores, topk)
-    return selected
+    topk = everything.shape[1]
+    widest = max(topk, *(rows.shape[0] for rows in keys))
+    products = queries.new_empty(queries.shape[0], queries.shape[1], widest)
+    for b, rows in enumerate(keys):
+        if rows.shape[0]:
+            torch.mm(queries[b], rows.t(), out=products[b, :, : rows.shape[0]])
+    # Multiplied and summed rather than one more product: every column's bits are then its own.
+    scores = products.relu_().mul_(head_weights.unsqueeze(-1)).sum(1)
+    unseen = torch.arange(widest, device=queries.device) >= counts.unsqueeze(1)
+    chosen = top_entries(scores.masked_fill_(unseen, -torch.inf), topk)
+    return torch.where((counts > topk).unsqueeze(1), chosen, everything)

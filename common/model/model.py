@@ -18,7 +18,7 @@ from common.model.block import Block
 from common.model.config import ModelConfig
 from common.model.hyper_connection import HyperHead
 from common.model.kv_store import DecodeKV, PrefillKV
-from common.model.norms import rms_norm
+from common.model.norms import RmsNorm
 from common.model.rope import Rotary
 from common.model.steps import DecodeStep, PrefillStep, decode_step, prefill_step
 from common.model.weights import DequantiseMode, Weight, WeightReader, padded_rows
@@ -61,7 +61,7 @@ class DeepSeekV4Model:
             self._embedding = reader.vector("embed.weight", config.vocab_size, config.hidden_size)
             self._blocks = [Block(reader, layer, config) for layer in range(config.num_layers)]
             self._join = HyperHead(reader, config)
-            self._norm = reader.vector("norm.weight", config.hidden_size)
+            self._norm = RmsNorm(reader.vector("norm.weight", config.hidden_size), config.rms_norm_eps)
             self._head = reader.dense(("head.weight", config.vocab_size, config.hidden_size))
             self._rotary = Rotary(config, self.device)
         self._ratios = tuple(sorted(set(config.compress_ratios)))
@@ -106,7 +106,7 @@ class DeepSeekV4Model:
         padded = torch.zeros(rows, dtype=torch.int64, device=self.device)
         padded[:batch] = token_ids
         self._check_token_ids(padded)
-        step = decode_step(self._rotary, kv, rows, self._ratios, self.config.sliding_window)
+        step = decode_step(self._rotary, kv, rows, self._ratios, self.config.sliding_window, self.config.index_topk)
         streams = self._forward(padded, step)
         return self._logits(streams)[:batch]
 
@@ -119,7 +119,7 @@ class DeepSeekV4Model:
 
     def _logits(self, streams: Tensor) -> Tensor:
         """[rows, n, d] to [rows, vocab] fp32."""
-        return self._head(rms_norm(self._join(streams), self._norm, self.config.rms_norm_eps))
+        return self._head(self._norm(self._join(streams)))
 
     def _chunk_logits(self, chunks: Sequence[PrefillChunk], step: PrefillStep, streams: Tensor) -> list[Tensor | None]:
         wanted: list[int] = []

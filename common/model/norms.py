@@ -6,12 +6,21 @@ import torch
 from torch import Tensor
 
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis: [..., D] fp32 to [..., 1]."""
+def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis: [..., D] fp32 to [..., 1].
+
+    eps is a tensor of one value: a Python number is converted anew at every use.
+    """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class RmsNorm:
     """weight * x / rms(x) for x [..., D] and weight [D], fp32; a new tensor."""
-    return (x * inverse_rms(x, eps)).mul_(weight)
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight = weight
+        self._eps = torch.tensor([eps], device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x * inverse_rms(x, self._eps)).mul_(self._weight)

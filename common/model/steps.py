@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.model.indexer import first_entries
 from common.model.kv_store import DecodeKV, PrefillKV
 from common.model.rope import Rotary, Rotation
 
@@ -60,6 +61,12 @@ class DecodeStep:
     rotations: dict[int, Rotation]
     phases: dict[int, Tensor]
     closing: dict[int, Closing]
+    entry_counts: dict[int, Tensor]
+    """Entries of each sequence after this token, [B] int64 by ratio."""
+    everything: Tensor | None
+    """[B, topk]: what sequences with at most topk C4 entries read; None without C4 layers."""
+    crowded: bool
+    """Whether some sequence has more C4 entries than topk."""
     window_bias: Tensor | None
     """[B, 1, window] with -inf at slots before position 0; None where no sequence has any."""
 
@@ -97,7 +104,7 @@ def prefill_step(
     return PrefillStep(rows, _rotations(rotary, positions, ratios), phases, tuple(segments))
 
 
-def decode_step(rotary: Rotary, kv: DecodeKV, rows: int, ratios: Sequence[int], window: int) -> DecodeStep:
+def decode_step(rotary: Rotary, kv: DecodeKV, rows: int, ratios: Sequence[int], window: int, topk: int) -> DecodeStep:
     """Padding rows stand at position 0; they are computed by dense products and never reach the store."""
     device = rotary.device
     batch = kv.positions.shape[0]
@@ -117,5 +124,17 @@ def decode_step(rotary: Rotary, kv: DecodeKV, rows: int, ratios: Sequence[int], 
         missing = (window - 1 - padded[:batch]).unsqueeze(1)
         bias = torch.zeros(batch, 1, window, device=device)
         bias.masked_fill_((slots < missing).unsqueeze(1), -torch.inf)
-    phases = {ratio: padded % ratio for ratio in ratios if ratio}
-    return DecodeStep(kv, batch, rows, positions, _rotations(rotary, padded, ratios), phases, closing, bias)
+    counts = {ratio: (padded[:batch] + 1) // ratio for ratio in ratios if ratio}
+    return DecodeStep(
+        kv=kv,
+        batch=batch,
+        rows=rows,
+        positions=positions,
+        rotations=_rotations(rotary, padded, ratios),
+        phases={ratio: padded % ratio for ratio in ratios if ratio},
+        closing=closing,
+        entry_counts=counts,
+        everything=first_entries(counts[4], topk) if 4 in counts else None,
+        crowded=(max(positions) + 1) // 4 > topk,
+        window_bias=bias,
+    )

@@ -63,7 +63,8 @@ class Dense:
             raise ValueError(f"dense product over {x.shape[0]} rows; they must be padded to a multiple of 8")
         x = x.to(self._dtype)
         if self._panels is not None:
-            return product(x, self._panels)[:, : self._out].float()
+            found = product(x, self._panels)
+            return (found if found.shape[1] == self._out else found[:, : self._out]).float()
         return F.linear(x, joined(self._parts, self._device, self._dtype)).float()
 
 
@@ -111,7 +112,7 @@ class WeightReader:
         if mode not in ("at_load", "per_use"):
             raise ValueError(f"dequantise_weights is {mode!r}; it must be 'at_load' or 'per_use'")
         self._weights = weights
-        self._device = device
+        self.device = device
         self.compute_dtype = compute_dtype
         self._mode: DequantiseMode = mode
 
@@ -132,20 +133,20 @@ class WeightReader:
         """A small tensor (norm, bias, position bias, sink) in fp32 on the device."""
         weight = self._take(name, shape)
         dense = weight if isinstance(weight, Tensor) else weight.dequantise(torch.float32)
-        return dense.to(self._device, torch.float32).contiguous()
+        return dense.to(self.device, torch.float32).contiguous()
 
     def table(self, name: str, *shape: int) -> Tensor:
         """An integer lookup table as int64 on the device."""
         weight = self._take(name, shape)
         if not isinstance(weight, Tensor):
             raise ValueError(f"tensor {name!r} is a lookup table but is stored quantised")
-        return weight.to(self._device, torch.int64).contiguous()
+        return weight.to(self.device, torch.int64).contiguous()
 
     def dense(self, *named: tuple[str, int, int], dtype: torch.dtype | None = None) -> Dense:
         """One product over the matrices (name, out, in), in this order; `dtype` overrides the compute dtype."""
         parts = [self._take(name, (rows, columns)) for name, rows, columns in named]
-        return Dense(parts, self._device, dtype or self.compute_dtype, self._mode)
+        return Dense(parts, self.device, dtype or self.compute_dtype, self._mode)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """One matrix [rows, columns] in the compute dtype on the device, whatever the mode."""
-        return joined([self._take(name, (rows, columns))], self._device, self.compute_dtype)
+        return joined([self._take(name, (rows, columns))], self.device, self.compute_dtype)
