@@ -86,7 +86,8 @@ class DecodeEngine:
             raise ServiceError(
                 ErrorReason.CONTEXT_TOO_LONG,
                 f"prompt of {request.prompt_tokens} tokens + max_tokens "
-                f"{request.sampling.settings.max_tokens} = {total} is more than the context of {self._max_context_tokens}",
+                f"{request.sampling.settings.max_tokens} = {total} is more than the context of "
+                f"{self._max_context_tokens}",
                 field="max_tokens" if request.prompt_tokens < self._max_context_tokens else "prompt",
                 ours=self._max_context_tokens,
                 theirs=total,
