@@ -194,7 +194,8 @@ class Attention:
             output[index] = attend(queries[index], window[index], stacked, bias, entry_bias, self._sinks)
 
     def _project(self, x: Tensor, rotation: Rotation, phase: Tensor | None) -> Projected:
-        parts = self._from_input(x).split(self._split_input, -1)
+        from_input = self._from_input(x)
+        parts = from_input.split(self._split_input, -1)
         low_rank = self._q_norm(parts[0])
         window_rows = rotate_(self._kv_norm(parts[1]), rotation.forward)
         from_query = self._from_query(low_rank)
@@ -204,17 +205,23 @@ class Attention:
         queries = rotate_(raw_queries * scale, rotation.forward)
         raw_rows = raw_index_rows = index_queries = head_weights = None
         if self._compressor is not None and phase is not None:
-            raw_rows = self._compressor.add_position_bias_(torch.cat(parts[2:4], -1), phase)
+            raw_rows = self._compressor.add_position_bias_(_joined(from_input, parts[2], parts[3]), phase)
         if self._index_compressor is not None and phase is not None:
-            raw_index_rows = self._index_compressor.add_position_bias_(torch.cat(parts[4:6], -1), phase)
+            raw_index_rows = self._index_compressor.add_position_bias_(_joined(from_input, parts[4], parts[5]), phase)
             head_weights = parts[6] * (self._index_heads * self._index_dim) ** -0.5
-            index_queries = from_query[:, width:].reshape(-1, self._index_heads, self._index_dim)
+            index_queries = from_query[:, width:].unflatten(-1, (self._index_heads, self._index_dim))
             rotate_(index_queries, rotation.forward)
         return Projected(queries, window_rows, raw_rows, raw_index_rows, index_queries, head_weights)
 
     def _project_output(self, attended: Tensor, rotation: Rotation) -> Tensor:
         """[rows, H, D] back to [rows, d]: inverse rotation at the query, group by group, then joined."""
         return self._wo_b(self._grouped_output(rotate_(attended, rotation.backward)))
+
+
+def _joined(whole: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Two neighbouring column slices of `whole` as one view."""
+    start = left.storage_offset() - whole.storage_offset()
+    return whole[:, start : start + left.shape[1] + right.shape[1]]
 
 
 def _compressor_matrices(prefix: str, rows: int, columns: int) -> list[tuple[str, int, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.model.indexer import index_scores
 from common.model.selection import top_entries, top_mask
 
-QUERY_BLOCK = 128
+QUERY_BLOCK = 64
 GATHER_FACTOR = 16
 """From this many visible entries per selected one, fetching the selected rows is cheaper than masking all."""
 

@@ -43,6 +43,30 @@ class GrowingRows:
         return self._buffer[: -(-self.count // multiple) * multiple]
 
 
+class StateRing:
+    """The last `depth` raw compressor rows of a sequence; the row of token t lies at t % depth."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._rows = torch.empty(0, 0)
+
+    def at(self, positions: Tensor, width: int) -> Tensor:
+        """Rows of `positions`, all among the last `depth`; value 0 and gate -inf before position 0."""
+        self._ensure(width)
+        return self._rows[positions % self.depth]
+
+    def put(self, rows: Tensor, first: int) -> None:
+        """Rows [n <= depth, width] of positions first, first + 1, ..."""
+        self._ensure(rows.shape[1])
+        end = first + rows.shape[0]
+        self._rows[torch.arange(first, end) % self.depth] = rows
+
+    def _ensure(self, width: int) -> None:
+        if self._rows.shape[0] == 0:
+            self._rows = torch.zeros(self.depth, width)
+            self._rows[:, width // 2 :] = -torch.inf
+
+
 class LocalSequence:
     """One sequence's KV; implements PrefillKV."""
 
@@ -56,7 +80,9 @@ class LocalSequence:
         self.length = 0
         layers = range(config.num_layers)
         self.window = [GrowingRows() for _ in layers]
-        self.state = {(layer, kind): GrowingRows() for layer in layers for kind in CacheKind}
+        self.state = {
+            (layer, kind): StateRing(128 if kind is CacheKind.C128 else 8) for layer in layers for kind in CacheKind
+        }
         self.entries = {(layer, kind): GrowingRows() for layer in layers for kind in CacheKind}
 
     def kept_rows(self, rows: Tensor) -> Tensor:
@@ -80,10 +106,12 @@ class LocalSequence:
         return self.window[layer].rows(self.length - before, self.length + rows.shape[0])
 
     def extend_state(self, layer: int, kind: CacheKind, rows: Tensor) -> Tensor:
-        kept = self.state[layer, kind]
-        kept.append(rows)
+        ring = self.state[layer, kind]
         first = 128 * (self.length // 128) if kind is CacheKind.C128 else max(0, 4 * (self.length // 4) - 4)
-        return kept.rows(first, kept.count)
+        older = ring.at(torch.arange(first, self.length), rows.shape[1])
+        skipped = max(0, rows.shape[0] - ring.depth)
+        ring.put(rows[skipped:], self.length + skipped)
+        return torch.cat((older, rows))
 
     def extend_entries(self, layer: int, kind: CacheKind, entries: Tensor) -> Tensor:
         kept = self.entries[layer, kind]
@@ -128,14 +156,12 @@ class LocalBatch:
 
     def extend_state(self, layer: int, kind: CacheKind, rows: Tensor, closing: Tensor) -> Tensor:
         for b, sequence in enumerate(self.sequences):
-            sequence.state[layer, kind].append(rows[b : b + 1])
+            sequence.state[layer, kind].put(rows[b : b + 1], sequence.length)
         depth = 128 if kind is CacheKind.C128 else 8
-        found = rows.new_zeros(closing.shape[0], depth, rows.shape[1])
-        found[..., rows.shape[1] // 2 :] = -torch.inf
+        found = rows.new_empty(closing.shape[0], depth, rows.shape[1])
         for index, b in enumerate(closing.tolist()):
-            kept = self.sequences[b].state[layer, kind]
-            recent = kept.rows(max(0, kept.count - depth), kept.count)
-            found[index, depth - recent.shape[0] :] = recent
+            end = self.sequences[b].length + 1
+            found[index] = self.sequences[b].state[layer, kind].at(torch.arange(end - depth, end), rows.shape[1])
         return found
 
     def append_entries(self, layer: int, kind: CacheKind, closing: Tensor, entries: Tensor) -> None:
@@ -157,12 +183,10 @@ class LocalBatch:
     def gather_c4(self, layer: int, entries: Tensor) -> Tensor:
         found = torch.zeros(*entries.shape, self.config.head_dim)
         for b, sequence in enumerate(self.sequences):
-            wanted = entries[b] >= 0
-            ids = entries[b][wanted]
             kept = sequence.entries[layer, CacheKind.C4]
-            if ids.numel():
-                found[b, wanted] = kept.rows(0, kept.count)[ids]
-        return found
+            if kept.count:
+                torch.index_select(kept.rows(0, kept.count), 0, entries[b].clamp(min=0), out=found[b])
+        return found.masked_fill_((entries < 0).unsqueeze(-1), 0.0)
 
     def c128_entries(self, layer: int) -> list[Tensor]:
         width = self.config.head_dim
