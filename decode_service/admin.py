@@ -143,6 +143,6 @@ class DecodeAdmin(AdminBasics):
         await self._worker.set_ready(False)
         structlog.get_logger().info("draining", grace_s=grace_s)
         end = time.monotonic() + grace_s if grace_s > 0 else float("inf")
-        while self._engine.requests() and time.monotonic() < end:  # noqa: ASYNC110 - requests end on another thread
+        while self._engine.requests() and time.monotonic() < end:
             await asyncio.sleep(0.02)
         return len(self._engine.requests())

@@ -19,7 +19,8 @@ from common.model.model_hash import model_hash
 from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, decode_pb2_grpc
 from common.rpc.identity import new_incarnation
-from common.rpc.worker import WorkerServer, serve_metrics, stop_on_signals
+from common.rpc.worker import WorkerServer, serve_metrics
+from common.signals import stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import ITEM_BYTES, RegionKind

@@ -78,7 +78,7 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         if token_id < self.offset:
             return self._specials.get(token_id, f"<unused{token_id}>")
-        return self.id_to_bytes(token_id).decode("utf-8", errors="replace")
+        return _spelled(self.id_to_bytes(token_id))
 
 
 class ByteLevelTokenizer:
@@ -119,7 +119,15 @@ class ByteLevelTokenizer:
     def token_text(self, token_id: int) -> str:
         if token_id in self._added:
             return self._added[token_id].decode()
-        return self.id_to_bytes(token_id).decode("utf-8", errors="replace")
+        return _spelled(self.id_to_bytes(token_id))
+
+
+def _spelled(content: bytes) -> str:
+    """Text, or for bytes that are none, OpenAI's spelling of them, so that no two tokens look alike."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def _byte_of_character() -> dict[str, int]:

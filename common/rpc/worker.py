@@ -1,9 +1,8 @@
-"""What both workers are made of on the gRPC side: server, health, reflection, admin basics, signals."""
+"""What both workers are made of on the gRPC side: server, health, reflection, admin basics."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -64,15 +63,6 @@ class WorkerServer:
     async def stop(self, grace_s: float) -> None:
         await self.set_ready(False)
         await self.server.stop(grace_s)
-
-
-def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set. Call inside the running loop."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> None:

@@ -1,0 +1,1 @@
+"""The command `dsv4-pd`."""

@@ -1,0 +1,5 @@
+"""`python -m router_service`."""
+
+from router_service.main import main
+
+main()

@@ -1,0 +1,265 @@
+"""The HTTP application."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import ServiceError
+from common.model.config import ModelConfig
+from common.model.tokenizer import Tokenizer
+from common.version import VERSION
+from router_service import errors
+from router_service.completions import Completion
+from router_service.disconnect import ClientGoneError, unless_disconnected
+from router_service.errors import HTTPError
+from router_service.generate import Piece
+from router_service.metrics import RouterMetrics
+from router_service.protocol import CompletionRequest
+from router_service.settings import RouterSettings
+from router_service.workers import WorkerPool
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# What nginx logs for a client that left before the answer; nobody receives it.
+CLIENT_CLOSED = 499
+
+
+class RouterState:
+    """What the endpoints share."""
+
+    def __init__(self, settings: RouterSettings, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        self.settings = settings
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_name = settings.model_name or settings.model.resolve().name
+        self.metrics = RouterMetrics()
+        self.workers = WorkerPool(
+            settings.addresses("prefill"),
+            settings.addresses("decode"),
+            settings.poll_interval_s,
+            settings.poll_timeout_s,
+        )
+        self.draining = False
+        self.in_flight = 0
+
+
+class RequestIdMiddleware:
+    """Gives every request an id (the client's x-request-id if it is 1 to 128 visible ASCII characters), binds it
+    for the logs, echoes it, bounds the body and counts the answer."""
+
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, max_body_bytes: int) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise HTTPError(413, f"the body is longer than {self._max_body_bytes} bytes", code="body_too_long")
+            return message
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                route = scope.get("route")
+                path = getattr(route, "path", "other")
+                self._metrics.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, bounded, answer)
+
+
+def make_app(state: RouterState) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        await state.workers.start()
+        yield
+        await state.workers.close()
+
+    app = FastAPI(title="dsv4-pd", version=VERSION, lifespan=lifespan)
+    app.add_middleware(RequestIdMiddleware, metrics=state.metrics, max_body_bytes=state.settings.max_body_bytes)
+    _add_error_handlers(app, state)
+    _add_operations(app, state)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _complete(state, body, request)
+
+    return app
+
+
+async def _complete(state: RouterState, body: CompletionRequest, request: Request) -> Response:
+    if state.draining:
+        raise HTTPError(503, "this router is draining", code="draining", retry_after_s=1)
+    if body.model is not None and body.model != state.model_name:
+        raise HTTPError(404, f"the model {body.model!r} does not exist", "model", "model_not_found")
+    if state.in_flight >= state.settings.max_in_flight:
+        state.metrics.shed.inc()
+        raise HTTPError(429, f"{state.in_flight} requests are in flight", code="saturated", retry_after_s=1)
+    completion = Completion(
+        body,
+        state.config,
+        state.tokenizer,
+        state.workers,
+        state.metrics,
+        state.model_name,
+        state.settings.queue_timeout_s,
+    )
+    log = structlog.get_logger()
+    log.info("completion", completion=completion.id, choices=len(completion.choices), stream=bool(body.stream))
+    served = _Served(state)
+    try:
+        if not body.stream:
+            answer = await unless_disconnected(request, completion.whole())
+            served.end()
+            return JSONResponse(answer)
+        pieces = completion.pieces()
+        try:
+            # The status line is decided by what happens before the first token.
+            first = await unless_disconnected(request, _first(pieces))
+        except BaseException:
+            await pieces.aclose()
+            raise
+        return StreamingResponse(_stream(completion, first, pieces, served), media_type="text/event-stream")
+    except ServiceError as error:
+        served.end()
+        state.metrics.failures.labels(error.reason.name.lower()).inc()
+        log.warning("completion failed", reason=error.reason.name, detail=error.message)
+        raise errors.from_service_error(error) from None
+    except ClientGoneError:
+        served.end()
+        log.info("client disconnected", completion=completion.id)
+        return Response(status_code=CLIENT_CLOSED)
+    except BaseException:
+        served.end()
+        raise
+
+
+class _Served:
+    """Counts a completion as in flight, from its making to its one end."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+        self._begun = time.monotonic()
+        self._over = False
+        state.in_flight += 1
+        state.metrics.in_flight.inc()
+
+    def end(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._state.in_flight -= 1
+        self._state.metrics.in_flight.dec()
+        self._state.metrics.seconds.observe(time.monotonic() - self._begun)
+
+
+async def _first(pieces: AsyncGenerator[Piece]) -> Piece:
+    return await anext(pieces)
+
+
+async def _stream(
+    completion: Completion, first: Piece, pieces: AsyncGenerator[Piece], served: _Served
+) -> AsyncIterator[str]:
+    try:
+        async with aclosing(pieces):
+            async for event in completion.events(first, pieces):
+                yield event
+    finally:
+        served.end()
+
+
+def _add_error_handlers(app: FastAPI, state: RouterState) -> None:
+    async def http_error(_: Request, error: Exception) -> Response:
+        return errors.response(error) if isinstance(error, HTTPError) else await unexpected(_, error)
+
+    async def validation(_: Request, error: Exception) -> Response:
+        problems = error.errors() if isinstance(error, RequestValidationError) else []
+        return errors.response(errors.from_validation(problems))
+
+    async def starlette_error(_: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        detail = str(error.detail) if isinstance(error, HTTPException) else "error"
+        return errors.response(HTTPError(status, detail))
+
+    async def unexpected(_: Request, error: Exception) -> Response:
+        structlog.get_logger().error("unexpected error", exc_info=error)
+        made = HTTPError(500, "internal error", code="internal")
+        made.may_retry = False
+        return errors.response(made)
+
+    app.add_exception_handler(HTTPError, http_error)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, starlette_error)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _add_operations(app: FastAPI, state: RouterState) -> None:
+    def model_object() -> dict[str, Any]:
+        return {
+            "id": state.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "dsv4-pd",
+            "max_model_len": state.workers.max_context_tokens or state.config.max_positions,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_object()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != state.model_name:
+            raise HTTPError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+        return model_object()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        usable = {
+            "prefill": {w.address: w.problem or "usable" for w in state.workers.prefill},
+            "decode": {w.address: w.problem or "usable" for w in state.workers.decode},
+        }
+        is_ready = state.workers.ready and not state.draining
+        return JSONResponse(
+            {"ready": is_ready, "draining": state.draining, "workers": usable}, 200 if is_ready else 503
+        )
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.api_route("/metrics", methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
+    async def metrics() -> Response:
+        state.metrics.usable.labels("prefill").set(sum(w.usable for w in state.workers.prefill))
+        state.metrics.usable.labels("decode").set(sum(w.usable for w in state.workers.decode))
+        return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,74 @@
+"""Starts the router and ends it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+
+import structlog
+import uvicorn
+
+from common.logging import configure_logging
+from common.model.config import ConfigError, ModelConfig
+from common.model.tokenizer import load_tokenizer
+from common.signals import stop_on_signals
+from router_service.app import RouterState, make_app
+from router_service.settings import RouterSettings
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: draining comes first."""
+
+    def install_signal_handlers(self) -> None:
+        pass
+
+
+def main() -> None:
+    """`python -m router_service`: serves until SIGTERM or SIGINT."""
+    settings = RouterSettings.load()
+    configure_logging("router", settings.log_level)
+    try:
+        asyncio.run(serve(settings))
+    except (ConfigError, ValueError, OSError) as error:
+        structlog.get_logger().error("router can't start", detail=str(error))
+        sys.exit(1)
+
+
+async def serve(settings: RouterSettings) -> None:
+    stop = stop_on_signals()
+    config = ModelConfig.from_file(settings.model)
+    state = RouterState(settings, config, load_tokenizer(settings.model, config))
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((settings.host, settings.port))
+    listener.set_inheritable(True)
+    address = f"{settings.host}:{listener.getsockname()[1]}"
+    server = _Server(
+        uvicorn.Config(
+            make_app(state),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=int(settings.drain_timeout_s),
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if settings.port_file is not None:
+        partial = settings.port_file.with_suffix(".partial")
+        partial.write_text(address, encoding="utf-8")
+        partial.replace(settings.port_file)
+    log = structlog.get_logger()
+    log.info("router listens", address=address, model=state.model_name, workers_ready=state.workers.ready)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    state.draining = True
+    end = time.monotonic() + settings.drain_timeout_s
+    while state.in_flight and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    server.should_exit = True
+    await serving
+    log.info("router stopped", requests_left=state.in_flight)

@@ -1,0 +1,114 @@
+"""The body of POST /v1/completions: every parameter that is honoured; any other is refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from router_service.errors import bad_request
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOPS = 64
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class CompletionRequest(BaseModel):
+    """Names and defaults are OpenAI's, with the widely used additions of open-source servers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=1000)
+    logit_bias: dict[str, float] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    ignore_eos: bool = False
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    suffix: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+    @field_validator("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        return value
+
+    def check(self, vocab_size: int) -> None:
+        """What the types can't say. Raises HTTPError 400 that names the parameter."""
+        if self.suffix:
+            raise bad_request("suffix is not supported", "suffix", "unsupported_parameter")
+        choices = self.n or 1
+        if self.best_of is not None and self.best_of not in (1, choices):
+            raise bad_request(f"best_of = {self.best_of} is not supported, only 1 or n", "best_of")
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options is only allowed when stream is true", "stream_options")
+        for token in self.stop_token_ids or ():
+            if token >= vocab_size:
+                raise bad_request(f"stop_token_ids: {token} is not below {vocab_size}", "stop_token_ids")
+        if len(self.stops) > MAX_STOPS:
+            raise bad_request(f"stop: {len(self.stops)} strings, at most {MAX_STOPS}", "stop")
+        if any(not stop for stop in self.stops):
+            raise bad_request("stop: a stop string is empty", "stop")
+        self.biases(vocab_size)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise bad_request(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}", "min_tokens")
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def biases(self, vocab_size: int) -> dict[int, float]:
+        """logit_bias by token id. Raises HTTPError 400."""
+        found: dict[int, float] = {}
+        for key, value in (self.logit_bias or {}).items():
+            if not key.isascii() or not key.isdigit() or int(key) >= vocab_size:
+                raise bad_request(f"logit_bias: {key!r} is not a token id below {vocab_size}", "logit_bias")
+            if not -100 <= value <= 100:
+                raise bad_request(f"logit_bias: {value} for token {key} is not in [-100, 100]", "logit_bias")
+            found[int(key)] = value
+        return found
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a request, each text or token ids. Raises HTTPError 400 for none or an empty one."""
+    prompt: Any = request.prompt
+    if isinstance(prompt, str):
+        found: list[str | list[int]] = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        found = [prompt]
+    else:
+        found = list(prompt)
+    if not found or any(len(part) == 0 for part in found):
+        raise bad_request("prompt is empty", "prompt", "empty_prompt")
+    return found
