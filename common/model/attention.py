@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.model.chunk_selection import ChunkSelection
 from common.model.compressor import Compressor
 from common.model.config import ModelConfig
 from common.model.indexer import decode_selection
 from common.model.kv_store import CacheKind
 from common.model.norms import RmsNorm, inverse_rms
 from common.model.rope import Rotation, rotate_
-from common.model.sparse_attention import IndexedEntries, attend, attend_chunk
+from common.model.sparse_attention import attend, attend_chunk
 from common.model.steps import DecodeStep, PrefillStep, Segment
-from common.model.weights import GroupedOutput, WeightReader
+from common.model.weights import Dense, GroupedOutput, WeightReader
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,11 @@ class Projected:
     """[T, 4 D] for ratio 4, [T, 2 D] for ratio 128: values and gates of the compressor."""
     raw_index_rows: Tensor | None
     """[T, 4 Di]"""
-    index_queries: Tensor | None
-    """[T, Hi, Di], rotated by position, not yet in the basis of the keys."""
-    head_weights: Tensor | None
-    """[T, Hi], scaled by 1/sqrt(Hi Di)."""
+    low_rank: Tensor
+    """[T, q_lora_rank], what index queries are made of."""
+    head_weights: Tensor
+    """[T, Hi] of the indexer, unscaled; no columns where the layer has none."""
+    rotation: Rotation
 
 
 class Attention:
@@ -53,13 +55,14 @@ class Attention:
         self._topk = config.index_topk
         self._window = config.sliding_window
         self._eps = config.rms_norm_eps
+        self._query_scale = torch.tensor([head**-0.5], device=reader.device)
         self._eps_tensor = torch.tensor([self._eps], device=reader.device)
         self._groups, self._group_rank = config.o_groups, config.o_lora_rank
 
         from_input = [(f"{prefix}.wq_a.weight", rank, d), (f"{prefix}.wkv.weight", head, d)]
-        from_query = [(f"{prefix}.wq_b.weight", self._heads * head, rank)]
         self._compressor: Compressor | None = None
         self._index_compressor: Compressor | None = None
+        self._from_query_index: Dense | None = None
         halves = 2 if self._ratio == 4 else 1
         if self._ratio:
             self._compressor = self._read_compressor(reader, f"{prefix}.compressor", halves * head, head)
@@ -69,10 +72,10 @@ class Attention:
             self._index_compressor = self._read_compressor(reader, f"{indexer}.compressor", 2 * width, width)
             from_input += _compressor_matrices(f"{indexer}.compressor", 2 * width, d)
             from_input.append((f"{indexer}.weights_proj.weight", self._index_heads, d))
-            from_query.append((f"{indexer}.wq_b.weight", self._index_heads * width, rank))
+            self._from_query_index = reader.dense((f"{indexer}.wq_b.weight", self._index_heads * width, rank))
         self._split_input = [rows for _, rows, _ in from_input]
         self._from_input = reader.dense(*from_input)
-        self._from_query = reader.dense(*from_query)
+        self._from_query = reader.dense((f"{prefix}.wq_b.weight", self._heads * head, rank))
         self._q_norm = RmsNorm(reader.vector(f"{prefix}.q_norm.weight", rank), config.rms_norm_eps)
         self._kv_norm = RmsNorm(reader.vector(f"{prefix}.kv_norm.weight", head), config.rms_norm_eps)
         self._sinks = reader.vector(f"{prefix}.attn_sink", self._heads)
@@ -90,7 +93,8 @@ class Attention:
     def prefill(self, x: Tensor, step: PrefillStep) -> Tensor:
         """x [rows, d] packed chunks, to [rows, d]; the store of every segment is extended."""
         projected = self._project(x, step.rotations[self._ratio], step.phases.get(self._ratio))
-        output = torch.zeros_like(projected.queries)
+        output = torch.empty_like(projected.queries)
+        output[step.segments[-1].stop :] = 0.0
         for segment in step.segments:
             self._prefill_segment(projected, segment, output[segment.start : segment.stop])
         return self._project_output(output, step.rotations[self._ratio])
@@ -100,24 +104,18 @@ class Attention:
         rows = slice(segment.start, segment.stop)
         window = kv.extend_window(layer, projected.window_rows[rows])
         entries: Tensor | None = None
-        indexed: IndexedEntries | None = None
+        selection: ChunkSelection | None = None
         if self._compressor is not None and projected.raw_rows is not None:
             kind = CacheKind.C4 if self._ratio == 4 else CacheKind.C128
             turn = segment.entry_turns[self._ratio]
             state = kv.extend_state(layer, kind, projected.raw_rows[rows])
             entries = kv.extend_entries(layer, kind, self._compressor.prefill(state, length, segment.tokens, turn))
-            if (
-                self._index_compressor is not None
-                and projected.raw_index_rows is not None
-                and projected.index_queries is not None
-                and projected.head_weights is not None
-            ):
+            if self._index_compressor is not None and projected.raw_index_rows is not None:
                 state = kv.extend_state(layer, CacheKind.INDEX, projected.raw_index_rows[rows])
                 born = self._index_compressor.prefill(state, length, segment.tokens, turn)
                 keys = kv.extend_entries(layer, CacheKind.INDEX, born)
                 if keys.shape[0] > self._topk:
-                    queries = kv.rotate_index_queries(projected.index_queries[rows])
-                    indexed = IndexedEntries(queries, projected.head_weights[rows], keys, self._topk)
+                    selection = self._select(projected, segment, keys)
         attend_chunk(
             projected.queries[rows],
             window,
@@ -126,9 +124,19 @@ class Attention:
             length,
             self._window,
             self._sinks,
-            indexed,
+            selection,
             output,
         )
+
+    def _select(self, projected: Projected, segment: Segment, keys: Tensor) -> ChunkSelection:
+        queries, weights = self._index_queries(projected)
+        rows = slice(segment.start, segment.stop)
+        if keys.shape[0] < segment.tokens * self._index_heads:
+            # The rotation is symmetric: q R . k = q . k R, and there are fewer keys than queries to rotate.
+            keys, chosen = segment.kv.rotate_index_queries(keys), queries[rows]
+        else:
+            chosen = segment.kv.rotate_index_queries(queries[rows])
+        return ChunkSelection(chosen, weights[rows], keys, self._topk, segment.length)
 
     def decode(self, x: Tensor, step: DecodeStep) -> Tensor:
         """x [rows, d], of which the first B are real, to [rows, d]; the store is extended by one token each."""
@@ -165,14 +173,14 @@ class Attention:
         """C4 entries each sequence reads: [B, topk], -1 = none."""
         self._extend(CacheKind.C4, self._compressor, projected.raw_rows, step)
         self._extend(CacheKind.INDEX, self._index_compressor, projected.raw_index_rows, step)
-        if projected.index_queries is None or projected.head_weights is None or step.everything is None:
-            raise ValueError(f"layer {self._layer} of ratio {self._ratio} has no indexer")
+        if step.everything is None:
+            raise ValueError(f"layer {self._layer} of ratio {self._ratio} decodes without C4 entry counts")
         if not step.crowded:
             return step.everything
-        queries = step.kv.rotate_index_queries(projected.index_queries[: step.batch])
+        queries, weights = self._index_queries(projected)
+        queries = step.kv.rotate_index_queries(queries[: step.batch])
         keys = step.kv.index_keys(self._layer)
-        weights = projected.head_weights[: step.batch]
-        return decode_selection(queries, weights, keys, step.entry_counts[4], step.everything)
+        return decode_selection(queries, weights[: step.batch], keys, step.entry_counts[4], step.everything)
 
     def _attend_c128(self, queries: Tensor, window: Tensor, step: DecodeStep, output: Tensor) -> None:
         """Sequences whose padded entry counts agree go together; a batched product treats each as if alone."""
@@ -198,20 +206,26 @@ class Attention:
         parts = from_input.split(self._split_input, -1)
         low_rank = self._q_norm(parts[0])
         window_rows = rotate_(self._kv_norm(parts[1]), rotation.forward)
-        from_query = self._from_query(low_rank)
-        width = self._heads * self._head_dim
-        raw_queries = from_query[:, :width].view(-1, self._heads, self._head_dim)
-        scale = inverse_rms(raw_queries, self._eps_tensor).mul_(self._head_dim**-0.5)
-        queries = rotate_(raw_queries * scale, rotation.forward)
-        raw_rows = raw_index_rows = index_queries = head_weights = None
+        raw_queries = self._from_query(low_rank).view(-1, self._heads, self._head_dim)
+        scale = inverse_rms(raw_queries, self._eps_tensor).mul_(self._query_scale)
+        queries = rotate_(raw_queries.mul_(scale), rotation.forward)
+        raw_rows = raw_index_rows = None
         if self._compressor is not None and phase is not None:
             raw_rows = self._compressor.add_position_bias_(_joined(from_input, parts[2], parts[3]), phase)
         if self._index_compressor is not None and phase is not None:
-            raw_index_rows = self._index_compressor.add_position_bias_(_joined(from_input, parts[4], parts[5]), phase)
-            head_weights = parts[6] * (self._index_heads * self._index_dim) ** -0.5
-            index_queries = from_query[:, width:].unflatten(-1, (self._index_heads, self._index_dim))
-            rotate_(index_queries, rotation.forward)
-        return Projected(queries, window_rows, raw_rows, raw_index_rows, index_queries, head_weights)
+            raw_index_rows = _joined(from_input, parts[4], parts[5])
+            self._index_compressor.add_position_bias_(raw_index_rows, phase)
+        head_weights = parts[6] if self._ratio == 4 else low_rank[:, :0]
+        return Projected(queries, window_rows, raw_rows, raw_index_rows, low_rank, head_weights, rotation)
+
+    def _index_queries(self, projected: Projected) -> tuple[Tensor, Tensor]:
+        """The indexer's queries [T, Hi, Di], rotated by position but not yet in the basis of the keys, and its head
+        weights [T, Hi] scaled by 1/sqrt(Hi Di). Only asked for once some sequence has more entries than it may read."""
+        if self._from_query_index is None:
+            raise ValueError(f"layer {self._layer} of ratio {self._ratio} has no indexer")
+        queries = self._from_query_index(projected.low_rank).view(-1, self._index_heads, self._index_dim)
+        rotate_(queries, projected.rotation.forward)
+        return queries, projected.head_weights * (self._index_heads * self._index_dim) ** -0.5
 
     def _project_output(self, attended: Tensor, rotation: Rotation) -> Tensor:
         """[rows, H, D] back to [rows, d]: inverse rotation at the query, group by group, then joined."""

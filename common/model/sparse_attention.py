@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.model.indexer import index_scores
-from common.model.selection import top_entries, top_mask
+from common.model.chunk_selection import ChunkSelection
 
 QUERY_BLOCK = 64
 GATHER_FACTOR = 16
@@ -44,23 +43,6 @@ def attend(
     return output.baddbmm_(weights[..., width:-1], entries)
 
 
-class IndexedEntries:
-    """What the indexer of one chunk knows: its queries, head weights and all index keys of the sequence."""
-
-    def __init__(self, queries: Tensor, head_weights: Tensor, keys: Tensor, topk: int) -> None:
-        self.queries = queries
-        self.head_weights = head_weights
-        self.keys = keys
-        self.topk = topk
-
-    def scores(self, start: int, stop: int, visible: Tensor) -> Tensor:
-        """Scores of chunk rows start ... stop - 1 over entries 0 ... visible[-1] - 1, -inf beyond visible[row]."""
-        count = int(visible[-1])
-        scores = index_scores(self.queries[start:stop], self.head_weights[start:stop], self.keys[:count])
-        hidden = torch.arange(count, device=scores.device) >= visible.unsqueeze(1)
-        return scores.masked_fill_(hidden, -torch.inf)
-
-
 def attend_chunk(
     queries: Tensor,
     window: Tensor,
@@ -69,14 +51,14 @@ def attend_chunk(
     length: int,
     window_size: int,
     sinks: Tensor,
-    indexed: IndexedEntries | None,
+    selection: ChunkSelection | None,
     output: Tensor,
 ) -> None:
     """A chunk of one sequence, in blocks of queries; fills `output` [T, H, D].
 
     queries [T, H, D] at positions length ...; window [P + T, D], the last P positions before the chunk and its
-    own; entries [c, D] of `ratio` tokens each, of which position t sees the first (t + 1) // ratio. All shapes
-    depend on the sequence alone.
+    own; entries [c, D] of `ratio` tokens each, of which position t sees the first (t + 1) // ratio, or those that
+    `selection` picks. All shapes depend on the sequence alone.
     """
     tokens = queries.shape[0]
     before = window.shape[0] - tokens
@@ -87,62 +69,71 @@ def attend_chunk(
         near = window[low : stop + before]
         rows = torch.arange(start + before, stop + before, device=device).unsqueeze(1)
         columns = torch.arange(low, stop + before, device=device)
-        near_hidden = (columns > rows) | (columns <= rows - window_size)
-        visible = torch.arange(length + start + 1, length + stop + 1, device=device)
-        block = queries[start:stop]
+        hidden = (columns > rows) | (columns <= rows - window_size)
+        block, sink = queries[start:stop], sinks
         count = 0 if entries is None else (length + stop) // ratio
         if entries is None or count == 0:
-            output[start:stop] = _attend_shared(block, near, near_hidden, sinks)
+            _attend_block(block, near, hidden, None, None, sink, output[start:stop])
             continue
-        visible = visible // ratio
-        if indexed is None or count <= indexed.topk:
-            far_hidden = torch.arange(count, device=device) >= visible.unsqueeze(1)
+        if selection is None or count <= selection.topk:
+            visible = torch.arange(length + start + 1, length + stop + 1, device=device) // ratio
+            unseen = torch.arange(count, device=device) >= visible.unsqueeze(1)
+            _attend_block(block, near, hidden, entries[:count], unseen, sink, output[start:stop])
+        elif count <= GATHER_FACTOR * selection.topk:
+            unseen = selection.hidden(start, stop)[:, :count]
+            _attend_block(block, near, hidden, entries[:count], unseen, sink, output[start:stop])
         else:
-            scores = indexed.scores(start, stop, visible)
-            if count > GATHER_FACTOR * indexed.topk:
-                chosen = top_entries(scores, indexed.topk)
-                output[start:stop] = _attend_gathered(block, near, near_hidden, entries, chosen, visible, sinks)
-                continue
-            far_hidden = ~top_mask(scores, indexed.topk)
-            far_hidden |= torch.arange(count, device=device) >= visible.unsqueeze(1)
-        keys = torch.cat((near, entries[:count]))
-        output[start:stop] = _attend_shared(block, keys, torch.cat((near_hidden, far_hidden), 1), sinks)
+            chosen, unseen = selection.chosen(start, stop)
+            _attend_gathered(block, near, hidden, entries[chosen], unseen, sink, output[start:stop])
 
 
-def _attend_shared(queries: Tensor, keys: Tensor, hidden: Tensor, sinks: Tensor) -> Tensor:
-    """All queries [n, H, D] over the same keys [S, D], `hidden` bool [n, S] masks; to [n, H, D]."""
+def _attend_block(
+    queries: Tensor,
+    near: Tensor,
+    near_hidden: Tensor,
+    far: Tensor | None,
+    far_hidden: Tensor | None,
+    sinks: Tensor,
+    output: Tensor,
+) -> None:
+    """All queries [n, H, D] over the same rows near [S, D] and far [c, D], masks bool [n, S] and [n, c]."""
     n, heads, width = queries.shape
-    count = keys.shape[0]
+    flat = queries.reshape(n * heads, width)
+    split, count = near.shape[0], near.shape[0] + (0 if far is None else far.shape[0])
     scores = queries.new_empty(n * heads, count + 1)
-    torch.mm(queries.reshape(n * heads, width), keys.t(), out=scores[:, :count])
     grouped = scores.view(n, heads, count + 1)
-    grouped[..., :count].masked_fill_(hidden.unsqueeze(1), -torch.inf)
+    torch.mm(flat, near.t(), out=scores[:, :split])
+    grouped[..., :split].masked_fill_(near_hidden.unsqueeze(1), -torch.inf)
+    if far is not None and far_hidden is not None:
+        torch.mm(flat, far.t(), out=scores[:, split:count])
+        grouped[..., split:count].masked_fill_(far_hidden.unsqueeze(1), -torch.inf)
     grouped[..., count] = sinks
     weights = torch.softmax(scores, -1)
-    return torch.mm(weights[:, :count], keys).view(n, heads, width)
+    flat_output = output.view(n * heads, width)
+    torch.mm(weights[:, :split], near, out=flat_output)
+    if far is not None:
+        flat_output.addmm_(weights[:, split:count], far)
 
 
 def _attend_gathered(
     queries: Tensor,
     near: Tensor,
     near_hidden: Tensor,
-    entries: Tensor,
-    chosen: Tensor,
-    visible: Tensor,
+    far: Tensor,
+    far_hidden: Tensor,
     sinks: Tensor,
-) -> Tensor:
-    """As `_attend_shared` for the window, but each query fetches its own `chosen` [n, K] entries."""
+    output: Tensor,
+) -> None:
+    """As `_attend_block`, but every query has far rows of its own: far [n, K, D], far_hidden [n, K]."""
     n, heads, width = queries.shape
-    count = near.shape[0]
-    topk = chosen.shape[1]
-    scores = queries.new_empty(n * heads, count + topk + 1)
-    torch.mm(queries.reshape(n * heads, width), near.t(), out=scores[:, :count])
-    grouped = scores.view(n, heads, count + topk + 1)
-    grouped[..., :count].masked_fill_(near_hidden.unsqueeze(1), -torch.inf)
-    fetched = entries[chosen.flatten()].view(n, topk, width)
-    far = torch.bmm(queries, fetched.transpose(1, 2))
-    grouped[..., count:-1] = far.masked_fill_((chosen >= visible.unsqueeze(1)).unsqueeze(1), -torch.inf)
-    grouped[..., -1] = sinks
+    split, count = near.shape[0], near.shape[0] + far.shape[1]
+    scores = queries.new_empty(n * heads, count + 1)
+    grouped = scores.view(n, heads, count + 1)
+    torch.mm(queries.reshape(n * heads, width), near.t(), out=scores[:, :split])
+    grouped[..., :split].masked_fill_(near_hidden.unsqueeze(1), -torch.inf)
+    far_scores = torch.bmm(queries, far.transpose(1, 2))
+    grouped[..., split:count] = far_scores.masked_fill_(far_hidden.unsqueeze(1), -torch.inf)
+    grouped[..., count] = sinks
     weights = torch.softmax(scores, -1)
-    attended = torch.mm(weights[:, :count], near).view(n, heads, width)
-    return attended.baddbmm_(weights.view(n, heads, -1)[..., count:-1], fetched)
+    torch.mm(weights[:, :split], near, out=output.view(n * heads, width))
+    output.baddbmm_(weights.view(n, heads, -1)[..., split:count], far)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.model import indexer, sparse_attention
+from common.model import chunk_selection, indexer, sparse_attention
 from common.model.config import ModelConfig
 from common.model.model import DeepSeekV4Model, PrefillChunk
 from common.model.selection import top_entries, top_mask
@@ -152,8 +152,8 @@ def test_real_top_k(monkeypatch: pytest.MonkeyPatch, gather: bool) -> None:
     """16 of up to 250 entries. A near-tie may be decided either way and changes everything behind it, so the
     comparison runs up to the first one; the seed is such that most of the text lies before it."""
     margins = Margins()
-    monkeypatch.setattr(sparse_attention, "top_mask", margins.mask)
-    monkeypatch.setattr(sparse_attention, "top_entries", margins.entries)
+    monkeypatch.setattr(chunk_selection, "top_mask", margins.mask)
+    monkeypatch.setattr(chunk_selection, "top_entries", margins.entries)
     monkeypatch.setattr(indexer, "top_entries", margins.entries)
     monkeypatch.setattr(sparse_attention, "GATHER_FACTOR", 1 if gather else 1000)
     case = build_case(small_config(index_topk=16), 1)

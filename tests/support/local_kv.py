@@ -58,8 +58,10 @@ class StateRing:
     def put(self, rows: Tensor, first: int) -> None:
         """Rows [n <= depth, width] of positions first, first + 1, ..."""
         self._ensure(rows.shape[1])
-        end = first + rows.shape[0]
-        self._rows[torch.arange(first, end) % self.depth] = rows
+        if rows.shape[0] == 1:
+            self._rows[first % self.depth] = rows[0]
+        else:
+            self._rows[torch.arange(first, first + rows.shape[0]) % self.depth] = rows
 
     def _ensure(self, width: int) -> None:
         if self._rows.shape[0] == 0:
@@ -111,7 +113,7 @@ class LocalSequence:
         older = ring.at(torch.arange(first, self.length), rows.shape[1])
         skipped = max(0, rows.shape[0] - ring.depth)
         ring.put(rows[skipped:], self.length + skipped)
-        return torch.cat((older, rows))
+        return torch.cat((older, rows)) if older.shape[0] else rows
 
     def extend_entries(self, layer: int, kind: CacheKind, entries: Tensor) -> Tensor:
         kept = self.entries[layer, kind]
