@@ -48,12 +48,10 @@ class Compressor:
         if self._ratio == 128:
             windows = rows[: 128 * count].view(count, 128, -1)
             return self._combine(windows[..., : self._width], windows[..., self._width :], turn)
-        if first == 0:
-            before = rows.new_zeros(4, rows.shape[1])
-            before[:, 2 * self._width :] = -torch.inf
-            rows = torch.cat((before, rows[: 4 * count]))
-        older = rows[: 4 * count].view(count, 4, -1)
-        newer = rows[4 : 4 * count + 4].view(count, 4, -1)
+        # Entry 0 has no window before it: its older half is left empty.
+        missing = 1 if first == 0 else 0
+        older = rows[: 4 * (count - missing)].unflatten(0, (-1, 4))
+        newer = rows[4 - 4 * missing :][: 4 * count].unflatten(0, (-1, 4))
         return self._overlap(older, newer, turn)
 
     def decode(self, rows: Tensor, turn: Tensor) -> Tensor:
@@ -63,10 +61,17 @@ class Compressor:
         return self._overlap(rows[:, :4], rows[:, 4:], turn)
 
     def _overlap(self, older: Tensor, newer: Tensor, turn: Tensor) -> Tensor:
-        """[n, 4, 4 width] of [vA vB gA gB], twice, to [n, width]."""
-        w = self._width
-        values = torch.cat((older[..., :w], newer[..., w : 2 * w]), 1)
-        gates = torch.cat((older[..., 2 * w : 3 * w], newer[..., 3 * w :]), 1)
+        """Raw rows of each window, newer [n, 4, 4 width], and of the window before it, older [n or n - 1, 4,
+        4 width] (n - 1: the first has none), as [vA vB gA gB]; to [n, width]."""
+        w, count = self._width, newer.shape[0]
+        missing = count - older.shape[0]
+        values, gates = newer.new_empty(2, count, 8, w)
+        values[:missing, :4] = 0.0
+        gates[:missing, :4] = -torch.inf
+        values[missing:, :4] = older[..., :w]
+        gates[missing:, :4] = older[..., 2 * w : 3 * w]
+        values[:, 4:] = newer[..., w : 2 * w]
+        gates[:, 4:] = newer[..., 3 * w :]
         return self._combine(values, gates, turn)
 
     def _combine(self, values: Tensor, gates: Tensor, turn: Tensor) -> Tensor:
