@@ -80,6 +80,7 @@ class LocalSequence:
         self.config = config
         self.quantise = quantise
         self.length = 0
+        self._handed_over = False
         layers = range(config.num_layers)
         self.window = [GrowingRows() for _ in layers]
         self.state = {
@@ -102,7 +103,15 @@ class LocalSequence:
 
         return dequantise_index_keys(*quantise_index_keys(entries.contiguous()))
 
+    def hand_over(self) -> None:
+        """From now on a LocalBatch keeps the windows."""
+        if self._handed_over:
+            raise ValueError("this sequence already belongs to a batch")
+        self._handed_over = True
+
     def extend_window(self, layer: int, rows: Tensor) -> Tensor:
+        if self._handed_over:
+            raise ValueError("this sequence belongs to a batch and can only be decoded")
         self.window[layer].append(self.kept_rows(rows))
         before = min(self.length, self.config.sliding_window - 1)
         return self.window[layer].rows(self.length - before, self.length + rows.shape[0])
@@ -132,13 +141,46 @@ class LocalSequence:
         self.length += tokens
 
 
+class SlidingWindows:
+    """Windows of B sequences in one layer, right-aligned, so that every step's window is a view."""
+
+    def __init__(self, recent: Sequence[Tensor], window: int) -> None:
+        """`recent`: for each sequence its last rows [<= window - 1, D]."""
+        self._window = window
+        self._rows = torch.zeros(len(recent), 2 * window, recent[0].shape[1])
+        self._end = window - 1
+        for b, rows in enumerate(recent):
+            self._rows[b, self._end - rows.shape[0] : self._end] = rows
+
+    def push(self, rows: Tensor) -> Tensor:
+        """Appends [B, D]; returns [B, window, D]."""
+        if self._end == self._rows.shape[1]:
+            kept = self._rows[:, self._end - (self._window - 1) :].clone()
+            self._end = self._window - 1
+            self._rows[:, : self._end] = kept
+        self._rows[:, self._end] = rows
+        self._end += 1
+        return self._rows[:, self._end - self._window : self._end]
+
+
 class LocalBatch:
-    """Several sequences, one token each; implements DecodeKV. Call `advance` after every step."""
+    """Several sequences, one token each; implements DecodeKV. Call `advance` after every step.
+
+    The batch takes over its sequences' windows: they can neither be prefilled nor put into another batch again.
+    """
 
     def __init__(self, sequences: Sequence[LocalSequence]) -> None:
         self.sequences = list(sequences)
         self.config = self.sequences[0].config
         self.positions = torch.tensor([sequence.length for sequence in self.sequences])
+        self._windows: list[SlidingWindows] = []
+        before = self.config.sliding_window - 1
+        for layer in range(self.config.num_layers):
+            kept = [sequence.window[layer] for sequence in self.sequences]
+            recent = [rows.rows(max(0, rows.count - before), rows.count) for rows in kept]
+            self._windows.append(SlidingWindows(recent, self.config.sliding_window))
+        for sequence in self.sequences:
+            sequence.hand_over()
 
     def advance(self) -> None:
         for sequence in self.sequences:
@@ -146,19 +188,11 @@ class LocalBatch:
         self.positions = self.positions + 1
 
     def extend_window(self, layer: int, rows: Tensor) -> Tensor:
-        window = self.config.sliding_window
-        kept = self.sequences[0].kept_rows(rows)
-        seen = rows.new_zeros(rows.shape[0], window, rows.shape[1])
-        for b, sequence in enumerate(self.sequences):
-            sequence.window[layer].append(kept[b : b + 1])
-            count = sequence.window[layer].count
-            recent = sequence.window[layer].rows(max(0, count - window), count)
-            seen[b, window - recent.shape[0] :] = recent
-        return seen
+        return self._windows[layer].push(self.sequences[0].kept_rows(rows))
 
     def extend_state(self, layer: int, kind: CacheKind, rows: Tensor, closing: Tensor) -> Tensor:
-        for b, sequence in enumerate(self.sequences):
-            sequence.state[layer, kind].put(rows[b : b + 1], sequence.length)
+        for sequence, row in zip(self.sequences, rows.unsqueeze(1), strict=True):
+            sequence.state[layer, kind].put(row, sequence.length)
         depth = 128 if kind is CacheKind.C128 else 8
         found = rows.new_empty(closing.shape[0], depth, rows.shape[1])
         for index, b in enumerate(closing.tolist()):
@@ -169,8 +203,8 @@ class LocalBatch:
     def append_entries(self, layer: int, kind: CacheKind, closing: Tensor, entries: Tensor) -> None:
         kept = self.sequences[0].kept_entries(kind, entries)
         for index, b in enumerate(closing.tolist()):
-            target = self.sequences[b].entries[layer, kind]
-            expected = int(self.positions[b]) // kind.ratio
+            sequence = self.sequences[b]
+            target, expected = sequence.entries[layer, kind], sequence.length // kind.ratio
             if target.count != expected:
                 raise ValueError(f"sequence {b} holds {target.count} {kind.value} entries; entry {expected} came")
             target.append(kept[index : index + 1])
@@ -183,12 +217,15 @@ class LocalBatch:
         return [sequence.entries[layer, CacheKind.INDEX].padded(64, width) for sequence in self.sequences]
 
     def gather_c4(self, layer: int, entries: Tensor) -> Tensor:
-        found = torch.zeros(*entries.shape, self.config.head_dim)
-        for b, sequence in enumerate(self.sequences):
+        missing = entries < 0
+        some_missing = bool(missing.any())
+        wanted = entries.clamp(min=0) if some_missing else entries
+        found = torch.empty(*entries.shape, self.config.head_dim)
+        for sequence, ids, target in zip(self.sequences, wanted, found, strict=True):
             kept = sequence.entries[layer, CacheKind.C4]
             if kept.count:
-                torch.index_select(kept.rows(0, kept.count), 0, entries[b].clamp(min=0), out=found[b])
-        return found.masked_fill_((entries < 0).unsqueeze(-1), 0.0)
+                torch.index_select(kept.rows(0, kept.count), 0, ids, out=target)
+        return found.masked_fill_(missing.unsqueeze(-1), 0.0) if some_missing else found
 
     def c128_entries(self, layer: int) -> list[Tensor]:
         width = self.config.head_dim
