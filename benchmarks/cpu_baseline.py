@@ -1,20 +1,25 @@
 """Prefill and decode tokens/s on the CPU against `transformers`, same checkpoint, same run.
 
-    python benchmarks/cpu_baseline.py [--model DIR] [--threads 2]
+    python -m benchmarks.cpu_baseline [--model DIR] [--threads 2] [--same-allocator]
 
 Without --model a seeded small checkpoint (11 M parameters, true row widths) is written to a temporary
-directory. Both sides compute in fp32. Ours goes through the serving arithmetic: every row that attention reads
-has been quantised to fp8 and back by an unpaged store. The two sides take turns; each figure is the median.
+directory. Both sides compute in fp32, each in a process of its own: ours with the allocator setting the services
+make, `transformers` as it comes (or with the same setting: --same-allocator). They take turns; a figure is the
+median. Ours goes through the serving arithmetic: every row that attention reads has been quantised to fp8 and
+back, by an unpaged store; it stands for the model, not for the services around it.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -31,52 +36,92 @@ PREFILL_TOKENS = 1000
 CHUNK_TOKENS = 1024
 
 
-def elapsed_s(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+class Side(Protocol):
+    """One implementation: `prefill` starts anew with [B, T] prompts, `decode` goes on greedily from there."""
+
+    def prefill(self, token_ids: Tensor) -> None: ...
+
+    def decode(self, steps: int) -> None: ...
 
 
-def prompts(config: ModelConfig, batch: int, tokens: int) -> Tensor:
-    generator = torch.Generator().manual_seed(batch)
-    return torch.randint(2, config.vocab_size, (batch, tokens), generator=generator)
+class Ours:
+    def __init__(self, directory: Path) -> None:
+        config = ModelConfig.from_file(directory)
+        self._model = DeepSeekV4Model(config, load_weights(directory, config))
 
+    def prefill(self, token_ids: Tensor) -> None:
+        """One prompt after another, as the service does when each fills a step's token budget."""
+        sequences = [LocalSequence(self._model.config) for _ in token_ids]
+        for sequence, ids in zip(sequences, token_ids, strict=True):
+            for start in range(0, len(ids), CHUNK_TOKENS):
+                last = start + CHUNK_TOKENS >= len(ids)
+                piece = ids[start : start + CHUNK_TOKENS]
+                self._model.prefill([PrefillChunk(piece, sequence, "last" if last else "none")])
+        self._batch = LocalBatch(sequences)
+        self._tokens = token_ids[:, -1]
 
-def ours_prefilled(model: DeepSeekV4Model, token_ids: Tensor) -> list[LocalSequence]:
-    """Prefilled one after another, as the service does when each fills a step's token budget."""
-    sequences = [LocalSequence(model.config) for _ in token_ids]
-    for sequence, ids in zip(sequences, token_ids, strict=True):
-        for start in range(0, len(ids), CHUNK_TOKENS):
-            piece = ids[start : start + CHUNK_TOKENS]
-            last = start + CHUNK_TOKENS >= len(ids)
-            model.prefill([PrefillChunk(piece, sequence, "last" if last else "none")])
-    return sequences
-
-
-def theirs_prefilled(model: DeepseekV4ForCausalLM, token_ids: Tensor) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
-
-
-def ours_decoded(model: DeepSeekV4Model, batch: LocalBatch, tokens: Tensor, steps: int) -> None:
-    with torch.inference_mode():
+    def decode(self, steps: int) -> None:
         for _ in range(steps):
-            tokens = model.decode(tokens, batch).argmax(-1)
-            batch.advance()
+            self._tokens = self._model.decode(self._tokens, self._batch).argmax(-1)
+            self._batch.advance()
 
 
-def theirs_decoded(model: DeepseekV4ForCausalLM, cache: DynamicCache, tokens: Tensor, steps: int) -> None:
-    with torch.inference_mode():
+class Theirs:
+    def __init__(self, directory: Path) -> None:
+        self._model = DeepseekV4ForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def prefill(self, token_ids: Tensor) -> None:
+        self._cache = DynamicCache(config=self._model.config)
+        self._model(token_ids, cache=self._cache, use_cache=True, logits_to_keep=1)
+        self._tokens = token_ids[:, -1]
+
+    def decode(self, steps: int) -> None:
         for _ in range(steps):
-            logits = model(tokens.unsqueeze(1), past_key_values=cache, use_cache=True).logits
-            tokens = logits[:, -1].argmax(-1)
+            logits = self._model(self._tokens.unsqueeze(1), cache=self._cache, use_cache=True).logits
+            self._tokens = logits[:, -1].argmax(-1)
 
 
-def report(what: str, tokens: int, ours_s: list[float], theirs_s: list[float], aim: str) -> None:
-    ours, theirs = tokens / statistics.median(ours_s), tokens / statistics.median(theirs_s)
-    print(f"{what:34} {ours:12.1f} {theirs:14.1f} {ours / theirs:8.2f}   {aim}")
+def serve(
+    side: Literal["ours", "theirs"], directory: Path, threads: int, keep_memory: bool, orders: Connection
+) -> None:
+    """Child process: answers ("prefill", batch) and ("decode", steps) with seconds, until None."""
+    torch.set_num_threads(threads)
+    logging.disable(logging.WARNING)
+    if keep_memory:
+        keep_freed_memory()
+    engine: Side = Ours(directory) if side == "ours" else Theirs(directory)
+    vocabulary = ModelConfig.from_file(directory).vocab_size
+    with torch.inference_mode():
+        orders.send("ready")
+        while (order := orders.recv()) is not None:
+            what, amount = order
+            if what == "prefill":
+                generator = torch.Generator().manual_seed(amount)
+                token_ids = torch.randint(2, vocabulary, (amount, PREFILL_TOKENS), generator=generator)
+                start = time.perf_counter()
+                engine.prefill(token_ids)
+            else:
+                start = time.perf_counter()
+                engine.decode(amount)
+            orders.send(time.perf_counter() - start)
+
+
+def measure(sides: dict[str, Connection], what: str, amount: int, repeats: int) -> dict[str, float]:
+    """Median seconds of each side, taking turns after one unmeasured round."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats + 1):
+        for name, orders in sides.items():
+            orders.send((what, amount))
+            found[name].append(orders.recv())
+    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+
+
+def report(what: str, tokens: int, seconds: dict[str, float], aim: str) -> None:
+    ratio = seconds["theirs"] / seconds["ours"]
+    ours, theirs = tokens / seconds["ours"], tokens / seconds["theirs"]
+    print(f"{what:26}{ours:12.1f}{theirs:15.1f}{ratio:9.2f}   {aim}", flush=True)
 
 
 def main() -> None:
@@ -85,41 +130,37 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="decode steps a repeat")
+    parser.add_argument("--same-allocator", action="store_true", help="keep freed memory on both sides")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
+    spawning = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         directory = options.model
         if directory is None:
             directory = Path(scratch) / "small"
             write_small_checkpoint(directory, seed=0, stored="bf16")
-        config = ModelConfig.from_file(directory)
-        ours = DeepSeekV4Model(config, load_weights(directory, config))
-        theirs = DeepseekV4ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-        theirs.eval()
-    parameters = sum(parameter.numel() for parameter in theirs.parameters())
-    print(f"{parameters / 1e6:.1f} M parameters, {options.threads} threads, fp32, median of {options.repeats}")
-    print(f"{'tokens/s':34} {'ours':>12} {'transformers':>14} {'ratio':>8}   aim")
+        sides: dict[str, Connection] = {}
+        children = []
+        for name in ("ours", "theirs"):
+            near, far = spawning.Pipe()
+            keep = name == "ours" or options.same_allocator
+            child = spawning.Process(target=serve, args=(name, directory, options.threads, keep, far), daemon=True)
+            child.start()
+            far.close()
+            children.append(child)
+            sides[name] = near
+        for orders in sides.values():
+            orders.recv()
+    print(f"{options.threads} threads, fp32, medians of {options.repeats}")
+    print(f"{'tokens/s':26}{'ours':>12}{'transformers':>15}{'ratio':>9}   aim", flush=True)
     for batch in (1, 8):
-        token_ids = prompts(config, batch, PREFILL_TOKENS)
-        ours_prefilled(ours, token_ids[:1])
-        theirs_prefilled(theirs, token_ids[:1])
-        ours_s, theirs_s = [], []
-        for _ in range(max(1, options.repeats // (2 if batch > 1 else 1))):
-            ours_s.append(elapsed_s(lambda: ours_prefilled(ours, token_ids)))
-            theirs_s.append(elapsed_s(lambda: theirs_prefilled(theirs, token_ids)))
-        report(f"prefill {PREFILL_TOKENS}, batch {batch}", batch * PREFILL_TOKENS, ours_s, theirs_s, ">= 3")
-        local = LocalBatch(ours_prefilled(ours, token_ids))
-        cache = theirs_prefilled(theirs, token_ids)
-        tokens = token_ids[:, -1]
-        ours_decoded(ours, local, tokens, 4)
-        theirs_decoded(theirs, cache, tokens, 4)
-        ours_s, theirs_s = [], []
-        for _ in range(options.repeats):
-            ours_s.append(elapsed_s(lambda: ours_decoded(ours, local, tokens, options.steps)))
-            theirs_s.append(elapsed_s(lambda: theirs_decoded(theirs, cache, tokens, options.steps)))
+        seconds = measure(sides, "prefill", batch, options.repeats if batch == 1 else max(1, options.repeats // 2))
+        report(f"prefill {PREFILL_TOKENS}, batch {batch}", batch * PREFILL_TOKENS, seconds, ">= 3")
+        seconds = measure(sides, "decode", options.steps, options.repeats)
         aim = ">= 5" if batch == 8 else ""
-        report(f"decode at {PREFILL_TOKENS}, batch {batch}", batch * options.steps, ours_s, theirs_s, aim)
+        report(f"decode at {PREFILL_TOKENS}, batch {batch}", batch * options.steps, seconds, aim)
+    for orders, child in zip(sides.values(), children, strict=True):
+        orders.send(None)
+        child.join()
 
 
 if __name__ == "__main__":
