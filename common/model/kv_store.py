@@ -62,7 +62,11 @@ class PrefillKV(Protocol):
         ...
 
     def rotate_index_queries(self, queries: Tensor) -> Tensor:
-        """Index queries [..., 128] in the basis in which index keys are kept (Hadamard or identity)."""
+        """Index queries [..., 128] in the basis in which index keys are kept (Hadamard or identity).
+
+        The rotation must be symmetric and orthonormal, as both are: a long chunk rotates the fewer keys back
+        instead, with this same function.
+        """
         ...
 
     def advance(self, tokens: int) -> None:

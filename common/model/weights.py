@@ -61,10 +61,13 @@ class Dense:
         """x [rows, in], rows a multiple of 8."""
         if x.shape[0] % ROW_MULTIPLE:
             raise ValueError(f"dense product over {x.shape[0]} rows; they must be padded to a multiple of 8")
-        x = x.to(self._dtype)
+        if x.dtype is not self._dtype:
+            x = x.to(self._dtype)
         if self._panels is not None:
             found = product(x, self._panels)
-            return (found if found.shape[1] == self._out else found[:, : self._out]).float()
+            if found.shape[1] != self._out:
+                found = found[:, : self._out]
+            return found if found.dtype is torch.float32 else found.float()
         return F.linear(x, joined(self._parts, self._device, self._dtype)).float()
 
 
