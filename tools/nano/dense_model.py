@@ -131,7 +131,7 @@ class DenseModel(nn.Module):
     def _attention(self, layer: int, x: Tensor, asked: Tensor | None) -> tuple[Tensor, Tensor]:
         config, prefix = self.config, f"layers.{layer}.attn."
         ratio, eps = config.compress_ratios[layer], config.rms_norm_eps
-        batch, length, _ = x.shape
+        _batch, length, _ = x.shape
         frequency = self.compressed if ratio else self.plain
         positions = torch.arange(length, device=x.device)
         latent = _rms(F.linear(x, self.w(prefix + "wq_a.weight")), eps) * self.w(prefix + "q_norm.weight")
@@ -167,7 +167,7 @@ class DenseModel(nn.Module):
         return F.linear(low, self.w(prefix + "wo_b.weight")), loss
 
     def _compress(self, name: str, x: Tensor, ratio: int, width: int) -> Tensor:
-        batch, length, _ = x.shape
+        _batch, length, _ = x.shape
         count = length // ratio
         x = x[:, : count * ratio]
         values = F.linear(x, self.w(f"{name}.wkv.weight")).float().unflatten(1, (count, ratio))
@@ -182,15 +182,11 @@ class DenseModel(nn.Module):
         pooled = _rms(pooled, self.config.rms_norm_eps) * self.w(f"{name}.norm.weight")
         return _rope(pooled, torch.arange(count, device=x.device) * ratio, self.compressed)
 
-    def _index_scores(
-        self, prefix: str, latent: Tensor, x: Tensor, keys: Tensor, positions: Tensor
-    ) -> Tensor:
+    def _index_scores(self, prefix: str, latent: Tensor, x: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         """latent and x [B, P, ...] at `positions` [P] or [B, P], keys [B, c, width], to scores [B, P, c]."""
         config = self.config
         queries = F.linear(latent, self.w(prefix + "indexer.wq_b.weight"))
-        queries = _rope(
-            queries.unflatten(-1, (config.index_heads, config.index_head_dim)), positions, self.compressed
-        )
+        queries = _rope(queries.unflatten(-1, (config.index_heads, config.index_head_dim)), positions, self.compressed)
         weights = F.linear(x, self.w(prefix + "indexer.weights_proj.weight"))
         weights = weights * (config.index_heads * config.index_head_dim) ** -0.5
         products = torch.einsum("bphd,bcd->bphc", queries.to(keys.dtype), keys).relu()
@@ -249,7 +245,7 @@ def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> T
         return torch.ones(shape)
     if name.endswith("_scale"):
         return torch.full(shape, 0.1)
-    if name.endswith("hc_attn_base") or name.endswith("hc_ffn_base"):
+    if name.endswith(("hc_attn_base", "hc_ffn_base")):
         n = int((shape[0] + 1) ** 0.5) - 1
         base = torch.zeros(shape)
         base[: 2 * n] = 0.0
@@ -314,7 +310,9 @@ def _attend(
     dtype = torch.bfloat16 if queries.is_cuda else queries.dtype
     q = F.pad(queries, (0, 0, 0, 0, 0, pad)).to(dtype).view(batch, blocks, window * heads, width)
     keys = F.pad(rows.to(dtype), (0, 0, window, pad))
-    keys = torch.stack([keys[:, :-window].unflatten(1, (blocks, window)), keys[:, window:].unflatten(1, (blocks, window))], 2)
+    keys = torch.stack(
+        [keys[:, :-window].unflatten(1, (blocks, window)), keys[:, window:].unflatten(1, (blocks, window))], 2
+    )
     keys = keys.flatten(2, 3)
     near = (q @ keys.transpose(-1, -2)).view(batch, blocks, window, heads, 2 * window)
     at = torch.arange(window, device=q.device)[:, None] + window

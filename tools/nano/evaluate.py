@@ -22,7 +22,9 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def exact_match(model: DenseModel, characters: int, count: int, device: str, step_tokens: int = 65536) -> dict[str, Any]:
+def exact_match(
+    model: DenseModel, characters: int, count: int, device: str, step_tokens: int = 65536
+) -> dict[str, Any]:
     """All four digits right; teacher-forced argmax, which is right exactly when greedy decoding is."""
     model.options = Options(topk=64, quantise_kv=True, quantise_weights=True)
     rng = random.Random(1234 + characters)
