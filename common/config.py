@@ -30,8 +30,8 @@ class ServiceSettings(BaseSettings):
 
     service: ClassVar[str] = "service"
 
-    log_level: LogLevel = Field("info", description="least severe level that is logged")
-    host: str = Field("127.0.0.1", description="address to listen on")
+    log_level: LogLevel = Field(default="info", description="least severe level that is logged")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
 

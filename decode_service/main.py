@@ -14,6 +14,7 @@ from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
 from common.model.config import ConfigError, ModelConfig
+from common.model.memory import keep_freed_memory
 from common.model.model import DeepSeekV4Model
 from common.model.model_hash import model_hash
 from common.model.tokenizer import load_tokenizer
@@ -81,6 +82,7 @@ async def serve(settings: DecodeSettings) -> None:
     log = structlog.get_logger()
     stop = stop_on_signals()
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    keep_freed_memory()
     config = ModelConfig.from_file(settings.model)
     limit, hot = max_context(settings, config), hot_entries(settings, config)
     tokenizer = load_tokenizer(settings.model, config)

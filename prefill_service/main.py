@@ -13,6 +13,7 @@ from common.kernels.cpu import cpu_kernels
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
 from common.model.config import ConfigError, ModelConfig
+from common.model.memory import keep_freed_memory
 from common.model.model import DeepSeekV4Model
 from common.model.model_hash import model_hash
 from common.model.tokenizer import load_tokenizer
@@ -75,6 +76,7 @@ async def serve(settings: PrefillSettings) -> None:
     log = structlog.get_logger()
     stop = stop_on_signals()
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    keep_freed_memory()
     config = ModelConfig.from_file(settings.model)
     limit = max_context(settings, config)
     check_ring(settings, config)

@@ -168,8 +168,8 @@ class Completion:
         if len(tokens) + output > context:
             raise HTTPError(
                 400,
-                f"this model's context is {context} tokens, but prompt ({len(tokens)} tokens) and max_tokens ({output}) "
-                "together are more",
+                f"this model's context is {context} tokens, but prompt ({len(tokens)} tokens) and max_tokens "
+                f"({output}) together are more",
                 "prompt" if len(tokens) >= context else "max_tokens",
                 "context_length_exceeded",
             )

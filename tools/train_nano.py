@@ -1,8 +1,8 @@
 """Trains dsv4-nano and exports it in DeepSeek's native format.
 
-    python tools/nano/corpus.py --out .nano/text.xz
-    python tools/train_nano.py --stage base --text .nano/text.xz --out .nano/base --time-budget-s 500
-    python tools/train_nano.py --stage long --text .nano/text.xz --resume .nano/base --out .nano/long \
+    python -m tools.nano.corpus --out .nano/text.xz
+    python -m tools.train_nano --stage base --text .nano/text.xz --out .nano/base --time-budget-s 500
+    python -m tools.train_nano --stage long --text .nano/text.xz --resume .nano/base --out .nano/long \
         --time-budget-s 350 --export models/dsv4-nano
 
 It trains our own dense form (tools/nano/dense_model.py) rather than transformers': with its Sinkhorn loop compiled,
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float)
     parser.add_argument("--step-tokens", type=int, default=65536)
     parser.add_argument("--most-pairs", type=int)
+    parser.add_argument("--start-pairs", type=int, default=8)
     parser.add_argument("--evaluate", type=int, nargs="*", default=[], help="prompt lengths in characters")
     parser.add_argument("--evaluate-n", type=int, default=200)
     options = parser.parse_args()
@@ -72,7 +73,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)
     if device == "cuda":
-        for name in ("_hyper", "_spread", "_swiglu", "_rope"):
+        for name in ("_hyper", "_spread"):
             setattr(dense_model, name, torch.compile(getattr(dense_model, name), dynamic=True))
     base = options.stage == "base"
     plan = Plan(
@@ -85,6 +86,7 @@ def main() -> None:
         device=device,
         workers=min(10, max(0, (os.cpu_count() or 1) - 2)),
         max_steps=options.max_steps,
+        start_pairs=options.start_pairs,
     )
     model = DenseModel(parsed_config(), options.seed).to(device)
     print(f"{sum(p.numel() for p in model.weights.values())} parameters on {device}", flush=True)

@@ -193,7 +193,7 @@ def _ratios(fields: _Fields, num_layers: int) -> tuple[int, ...]:
     ratios = from_types
     if native is not None:
         values = _list(native, "compress_ratios")
-        bad = [value for value in values if value not in RATIOS or isinstance(value, bool)]
+        bad = [value for value in values if isinstance(value, bool) or value not in RATIOS]
         if bad:
             raise ConfigError(f"config field compress_ratios holds {bad[0]!r}; known are {list(RATIOS)}")
         ratios = tuple(values)[:num_layers]

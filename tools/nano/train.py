@@ -38,6 +38,7 @@ class Plan:
     device: str
     workers: int
     max_steps: int = 1 << 30
+    start_pairs: int = 8
 
 
 class _Batches(IterableDataset[Any]):
@@ -49,7 +50,9 @@ class _Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Batch]:
         info = torch.utils.data.get_worker_info()
         worker = info.id if info else 0
-        rng = np.random.default_rng([self.plan.seed, worker, 17 if self.plan.stage == "long" else 0])
+        rng = np.random.default_rng(
+            [self.plan.seed, worker, 17 if self.plan.stage == "long" else 0, self.plan.start_pairs]
+        )
         while True:
             yield recall_batch(rng, *self._size(rng), "cpu")
             length = min(1024, self.plan.step_tokens // 4)
@@ -66,7 +69,7 @@ class _Batches(IterableDataset[Any]):
 
 def train(model: DenseModel, plan: Plan, text: Text, log_path: Path) -> None:
     """Trains in place until the time is over; appends JSON lines to the log."""
-    pairs = Value("d", 8.0 if plan.stage == "base" else float(plan.most_pairs))
+    pairs = Value("d", float(plan.start_pairs if plan.stage == "base" else plan.most_pairs))
     loader = DataLoader(_Batches(plan, text, pairs), batch_size=None, num_workers=plan.workers,
                         prefetch_factor=2 if plan.workers else None, pin_memory=plan.device == "cuda")  # fmt: skip
     decayed = [p for n, p in model.weights.items() if p.dim() == 2 and "norm" not in n]
@@ -74,7 +77,10 @@ def train(model: DenseModel, plan: Plan, text: Text, log_path: Path) -> None:
     groups = [{"params": [*decayed, *model.previous.parameters()], "weight_decay": 0.01},
               {"params": rest, "weight_decay": 0.0}]  # fmt: skip
     optimiser = torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.98), fused=plan.device == "cuda")
-    recent: deque[float] = deque(maxlen=40)
+    indexer = [p for n, p in model.weights.items() if "indexer" in n]
+    chosen = {id(p) for p in indexer}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    recent: deque[float] = deque(maxlen=30)
     begun = time.monotonic()
     state: dict[str, float] = {}
     with log_path.open("a") as log:
@@ -89,7 +95,9 @@ def train(model: DenseModel, plan: Plan, text: Text, log_path: Path) -> None:
             loss, numbers = losses(model, batch, plan, part)
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            # Clipped apart: the indexer's loss is large and would drown the gradients of everything else.
+            norm = torch.nn.utils.clip_grad_norm_(others, 1.0)
+            torch.nn.utils.clip_grad_norm_(indexer, 1.0)
             if torch.isfinite(norm):
                 optimiser.step()
             else:
@@ -97,7 +105,7 @@ def train(model: DenseModel, plan: Plan, text: Text, log_path: Path) -> None:
             state |= {k: float(v) for k, v in numbers.items()}
             if batch.digits is not None and plan.stage == "base":
                 recent.append(state["digit_accuracy"])
-                if len(recent) == 40 and sum(recent) / 40 > 0.93 and pairs.value < plan.most_pairs:
+                if len(recent) == 30 and sum(recent) / 30 > 0.93 and pairs.value < plan.most_pairs:
                     pairs.value = min(pairs.value * 1.5, plan.most_pairs)
                     recent.clear()
             if step % 20 < 2:
@@ -111,9 +119,9 @@ def train(model: DenseModel, plan: Plan, text: Text, log_path: Path) -> None:
 
 
 def learning_rate(plan: Plan, step: int, part: float) -> float:
-    """Warm-up over 200 steps, then flat until 30 % of the time (base stage), then a cosine to 2 %."""
+    """Warm-up over 200 steps, then flat until half of the time (base stage), then a cosine to 2 %."""
     warm = min(1.0, (step + 1) / (200 if plan.stage == "base" else 50))
-    flat = 0.3 if plan.stage == "base" else 0.0
+    flat = 0.5 if plan.stage == "base" else 0.0
     down = max(0.0, (part - flat) / (1 - flat))
     return plan.peak_lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * down)))
 
