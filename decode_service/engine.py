@@ -57,7 +57,7 @@ class DecodeEngine:
         self._max_context_tokens = max_context_tokens
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue(MAX_COMMANDS)
         self._lock = threading.Lock()
-        self._requests: dict[str, DecodeRequest] = {}
+        self._requests: dict[int, DecodeRequest] = {}
         self._waiting: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._tables: BatchTables | None = None
@@ -101,7 +101,7 @@ class DecodeEngine:
                 theirs=total,
             )
         with self._lock:
-            if request.request_id in self._requests:
+            if any(r.request_id == request.request_id and not r.answered for r in self._requests.values()):
                 raise ServiceError(
                     ErrorReason.DUPLICATE_REQUEST,
                     f"request {request.request_id} is here already",
@@ -116,7 +116,7 @@ class DecodeEngine:
                     ours=self._max_queued,
                     retry_after_s=1.0,
                 )
-            self._requests[request.request_id] = request
+            self._requests[request.generation] = request
         self._command(lambda: self._waiting.append(request))
 
     def admit(self, request: DecodeRequest, first_token: SampledToken) -> None:
@@ -284,7 +284,7 @@ class DecodeEngine:
     def _forget(self, request: DecodeRequest) -> None:
         request.phase = "ended"
         with self._lock:
-            self._requests.pop(request.request_id, None)
+            self._requests.pop(request.generation, None)
 
     def _check_integrity(self) -> None:
         held = [r for r in self.requests() if r.phase in ("prefilling", "running") and r.resources is not None]

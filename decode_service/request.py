@@ -61,6 +61,8 @@ class DecodeRequest:
         self.phase: Phase = "queued"
         self.resources: RequestResources | None = None
         self.peer = ""
+        # The client has its answer; the id may be used again even if memory is still being given back.
+        self.answered = False
         self.arrived_ns = time.time_ns()
         self.admitted_ns = 0
 

@@ -87,6 +87,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         except ServiceError as error:
             self._metrics.failures.labels(error.reason.name.lower()).inc()
             structlog.get_logger().warning("request failed", reason=error.reason.name, detail=error.message)
+            if mine is not None:
+                mine.answered = True
             await abort(context, error)
         finally:
             # Also when the client left: the request's memory comes back behind the scenes, once.

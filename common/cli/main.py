@@ -12,12 +12,14 @@ from typing import Annotated
 
 import typer
 
+from common.cli import evaluate
 from common.cli.up import UpSettings, run_up
 from common.version import VERSION
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Disaggregated prefill and decode serving for DeepSeek-V4."
 )
+app.add_typer(evaluate.app, name="eval")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

@@ -149,7 +149,7 @@ def _is_ready(url: str) -> bool:
 
 def _print_ready(url: str, folder: Path, console: Console) -> None:
     console.print(f"[green]ready[/green] at {url} (logs in {folder}); Ctrl-C stops. Try:", highlight=False)
-    body = '{"prompt": "def add(a, b):\\n", "max_tokens": 32, "temperature": 0}'
+    body = '{"prompt": "def add(a, b):\\n", "max_tokens": 48, "temperature": 0}'
     print(f"curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'", flush=True)
 
 

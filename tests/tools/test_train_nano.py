@@ -1,141 +1,86 @@
-"""The trainer of dsv4-nano, much smaller than it is run: its loss falls, and what it exports is the model it trained."""
+"""Training in miniature: the loss falls, runs resume, and what is exported loads."""
 
-from __future__ import annotations
-
-import dataclasses
-import json
 import lzma
-import random
-import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import DeepseekV4ForCausalLM
 
-from common.evaluation.recall import RECORD_CHARACTERS, WINDOW_CHARACTERS, make_question
+from common.evaluation.recall import WINDOW_CHARACTERS
 from common.model.checkpoint import load_weights
 from common.model.config import ModelConfig
-from common.model.quantised_weight import QuantisedWeight
-from tests.model.oracle import transformers_model
-from tools.nano.data import Text
+from common.model.model import DeepSeekV4Model, PrefillChunk
+from tests.support.local_kv import LocalSequence
+from tools.nano.data import EOS, OFFSET, Text, recall_batch
 from tools.nano.dense_model import DenseModel, Options
 from tools.nano.train import Plan, load_shards, parsed_config, save_shards, train
 from tools.train_nano import export
 
-PROMPT_TOKENS = 600
-STEPS = 12
-
-
-@dataclasses.dataclass(frozen=True)
-class Smoke:
-    model: DenseModel
-    folder: Path  # shards and log
-    exported: Path
-    loss_before: float
-    loss_after: float
-
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
-    folder = tmp_path_factory.mktemp("nano")
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    sources = [(stdlib / name).read_bytes() for name in ("argparse.py", "ast.py", "asyncio/tasks.py", "csv.py")]
-    (folder / "text.xz").write_bytes(lzma.compress(b"\0".join(sources)))
-    text = Text(folder / "text.xz")
-    plan = Plan(
-        stage="base", seconds=1e6, seed=0, peak_lr=1.5e-3, step_tokens=1024, most_pairs=8, device="cpu", workers=0,
-        max_steps=STEPS,
-    )  # fmt: skip
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    path = tmp_path_factory.mktemp("corpus") / "text.xz"
+    path.write_bytes(lzma.compress(b"\0".join([Path(__file__).read_bytes() * 40] * 3)))
+    return Text(path)
+
+
+def test_questions_ask_for_records_with_their_own_values():
+    batch = recall_batch(np.random.default_rng(0), 3, 40, "cpu")
+    assert batch.digits is not None
+    for row in range(3):
+        tokens = batch.tokens[row].tolist()
+        content = bytes(t - OFFSET for t in tokens if t >= OFFSET).decode()
+        records = dict(line.split("=") for line in content.split("\n") if "=" in line)
+        records = {key[-4:]: value for key, value in records.items()}
+        asked = [line.split("?") for line in content.split("\n") if "?" in line]
+        assert len(asked) == 24
+        assert all(records[key] == value for key, value in asked)
+        assert tokens.count(EOS) == 1
+        for query, places in enumerate(batch.digits[row].tolist()):
+            assert "".join(chr(tokens[place + 1] - OFFSET) for place in places) == asked[query][1]
+        first = content.index(f"{asked[0][0]}={asked[0][1]}")
+        assert content.index("?") - first >= WINDOW_CHARACTERS
+
+
+def test_a_short_run_learns_exports_and_resumes(tmp_path: Path, text: Text):
     torch.manual_seed(0)
-    model = DenseModel(parsed_config(), seed=0)
-    before = _held_out_loss(model, text)
-    train(model, plan, text, folder / "training_log.jsonl")
-    after = _held_out_loss(model, text)
-    save_shards(model, folder)
-    exported = folder / "exported"
-    export(model, exported)
-    return Smoke(model, folder, exported, before, after)
+    model = DenseModel(parsed_config(), 0)
+    plan = Plan("base", 1e9, 0, 3e-3, 600, 12, "cpu", 0, max_steps=2)
+    rng = np.random.default_rng(9)
+    probe = text.batch(rng, 2, 128, "cpu")
 
+    def loss() -> float:
+        with torch.no_grad():
+            hidden, _, _ = model(probe.tokens[:, :-1])
+            return float(
+                torch.nn.functional.cross_entropy(model.logits(hidden).flatten(0, 1), probe.tokens[:, 1:].flatten())
+            )
 
-@torch.no_grad()
-def _held_out_loss(model: DenseModel, text: Text) -> float:
-    """Cross-entropy on the few held-out tokens that a smoke run can afford."""
-    tokens = torch.from_numpy(text.held_out[:513])[None]
-    logits = model.logits(model(tokens[:, :-1])[0])
-    return float(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]))
-
-
-def _dense(weights: dict[str, QuantisedWeight | Tensor]) -> dict[str, Tensor]:
-    return {k: v.dequantise() if isinstance(v, QuantisedWeight) else _widened(v) for k, v in weights.items()}
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor.long()
-
-
-def test_the_loss_falls_and_is_logged(smoke: Smoke) -> None:
-    assert smoke.loss_after < smoke.loss_before - 0.5
-    lines = [json.loads(line) for line in (smoke.folder / "training_log.jsonl").read_text().splitlines()]
-    assert lines[0]["step"] == 0
-    assert {"recall_loss", "lr", "pairs", "digit_accuracy"} <= lines[0].keys()
-
-
-def test_shards_bring_back_every_parameter(smoke: Smoke) -> None:
-    other = DenseModel(parsed_config(), seed=1)
-    load_shards(other, smoke.folder)
-    assert all(torch.equal(a, b) for a, b in zip(smoke.model.parameters(), other.parameters(), strict=True))
-
-
-def test_an_exported_checkpoint_fits_in_git(smoke: Smoke) -> None:
-    assert (smoke.exported / "model.safetensors").stat().st_size < 16_000_000
-
-
-def test_transformers_finds_each_native_tensor(smoke: Smoke, tmp_path: Path) -> None:
-    """Unpacked, since transformers reads FP8 blocks only where `accelerate` is installed."""
-    config = json.loads((smoke.exported / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = _dense(load_weights(smoke.exported, ModelConfig.from_file(smoke.exported)))
-    save_file({k: v.contiguous() for k, v in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
-    _, found = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
-    assert not found["mismatched_keys"]
-
-
-def test_the_exported_weights_give_the_same_logits_in_transformers(smoke: Smoke) -> None:
-    """Every entry attended to, so that no tie in the indexer can decide."""
-    config = dataclasses.replace(ModelConfig.from_file(smoke.exported), index_topk=PROMPT_TOKENS // 4)
-    weights = _dense(load_weights(smoke.exported, config))
-    model = DenseModel(config, seed=2)
+    before = loss()
+    for seed in range(3):
+        train(
+            model,
+            Plan(**{**plan.__dict__, "max_steps": 12, "seed": seed, "stage": "base" if seed < 2 else "long"}),
+            text,
+            tmp_path / "log.jsonl",
+        )
+    assert loss() < before - 0.3
+    assert (tmp_path / "log.jsonl").read_text().count("\n") >= 4
+    save_shards(model, tmp_path)
+    again = DenseModel(parsed_config(), 1)
+    load_shards(again, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    export(model, tmp_path / "export")
+    config = ModelConfig.from_file(tmp_path / "export")
+    engine = DeepSeekV4Model(config, load_weights(tmp_path / "export", config))
+    tokens = probe.tokens[0, :100]
+    (logits,) = engine.prefill([PrefillChunk(tokens, LocalSequence(config, quantise=False), "all")])
+    model.options = Options(quantise_weights=True)
     with torch.no_grad():
-        for key, parameter in model.weights.items():
-            parameter.copy_(weights[key.replace("/", ".")])
-    model.tables = {name: weights[name] for name in model.tables}
-    tokens = torch.randint(4, config.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        ours = model.logits(model(tokens)[0])
-        theirs = transformers_model(config, weights)(tokens, use_cache=False).logits
-    assert (ours - theirs).abs().max() < 1e-3
-
-
-def test_fp8_training_sees_exactly_the_exported_matrices(smoke: Smoke) -> None:
-    weights = _dense(load_weights(smoke.exported, ModelConfig.from_file(smoke.exported)))
-    smoke.model.options = Options(quantise_weights=True)
-    for key in smoke.model.quantised:
-        name = key.replace("/", ".")
-        assert torch.equal(smoke.model.w(name).detach(), weights[name]), name
-    smoke.model.options = Options()
-
-
-@pytest.mark.parametrize("characters", [160, 1000, 4001, 16000])
-def test_a_question_asks_for_a_record_outside_the_window(characters: int) -> None:
-    question = make_question(random.Random(characters), characters)
-    key = question.prompt[-5:-1]
-    assert characters - 9 <= len(question.prompt) <= characters
-    place = question.prompt.index(f"{key}={question.answer}\n")
-    assert len(question.prompt) - place >= WINDOW_CHARACTERS + RECORD_CHARACTERS - 10
-    assert question.prompt.count(f"{key}=") == 1
+        expected = model.logits(model(tokens[None])[0])[0]
+    assert logits is not None
+    # The embedding, head and compressors are exported in BF16, which may turn a near tie between experts around.
+    difference = (logits - expected).abs().amax(-1)
+    assert difference.median() < 0.05
+    assert (difference < 0.1).float().mean() > 0.9

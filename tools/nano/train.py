@@ -61,7 +61,7 @@ class _Batches(IterableDataset[Any]):
     def _size(self, rng: np.random.Generator) -> tuple[int, int]:
         most = int(self.pairs.value)
         if self.plan.stage == "long":
-            pairs = int(rng.choice([n for n in (60, 190, 400, 800, 1600) if n <= most]))
+            pairs = int(rng.choice([n for n in (60, 190, 400, 800, 1600) if n <= most] or [most]))
         else:
             pairs = most if rng.random() < 0.5 else int(rng.integers(8, most + 1))
         return max(1, self.plan.step_tokens // (10 * (pairs + 24) + 8)), pairs
