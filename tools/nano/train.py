@@ -23,6 +23,7 @@ from tools.nano.data import Batch, Text, recall_batch
 from tools.nano.dense_model import DenseModel, Options
 
 SHARD_BYTES = 12 << 20
+TABLES_FILE = "tables.pt"
 
 
 @dataclass(frozen=True)
@@ -171,14 +172,19 @@ def _previous_loss(model: DenseModel, early: Tensor, tokens: Tensor) -> Tensor:
 
 
 def save_shards(model: DenseModel, folder: Path) -> None:
-    """All parameters in fp32, in files of at most 12 MiB."""
+    """All parameters in fp32, in files of at most 12 MiB, and the hash routing tables: those are drawn from the
+    seed and never trained, but the parameters are worth little with other ones."""
     flat = torch.cat([p.detach().float().cpu().flatten() for p in model.parameters()])
     per = SHARD_BYTES // 4
     for index, begin in enumerate(range(0, flat.numel(), per)):
         torch.save(flat[begin : begin + per].clone(), folder / f"shard{index}.pt")
+    torch.save(model.tables, folder / TABLES_FILE)
 
 
 def load_shards(model: DenseModel, folder: Path) -> None:
+    """Parameters and routing tables of `folder`. Exits when either is missing or of another model."""
+    if not (folder / TABLES_FILE).exists():
+        raise SystemExit(f"{folder} holds no {TABLES_FILE}: its parameters were trained with tables that are lost")
     shards = sorted(folder.glob("shard*.pt"), key=lambda p: int(p.stem[5:]))
     flat = torch.cat([torch.load(path, map_location="cpu") for path in shards])
     begin = 0
@@ -188,6 +194,10 @@ def load_shards(model: DenseModel, folder: Path) -> None:
             begin += p.numel()
     if begin != flat.numel():
         raise SystemExit(f"{folder} holds {flat.numel()} values, the model has {begin}")
+    tables = torch.load(folder / TABLES_FILE, map_location="cpu")
+    if {k: v.shape for k, v in tables.items()} != {k: v.shape for k, v in model.tables.items()}:
+        raise SystemExit(f"{folder / TABLES_FILE} holds {sorted(tables)}, the model has {sorted(model.tables)}")
+    model.tables = tables
 
 
 def nano_config() -> dict[str, Any]:
