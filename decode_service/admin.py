@@ -6,8 +6,6 @@ import asyncio
 import time
 from pathlib import Path
 
-import structlog
-
 from common.errors import ErrorReason, ServiceError
 from common.rpc.errors import abort
 from common.rpc.gen.dsv4pd.v1 import admin_pb2, common_pb2
@@ -37,11 +35,10 @@ class DecodeAdmin(AdminBasics):
         max_context_tokens: int,
         item_bytes: dict[str, int],
     ) -> None:
-        super().__init__(layout, regions_to_messages(regions), profiles)
+        super().__init__(worker, layout, regions_to_messages(regions), profiles)
         self._incarnation = incarnation
         self._engine = engine
         self._servicer = servicer
-        self._worker = worker
         self._model_name = model_name
         self._session = session
         self._max_context_tokens = max_context_tokens
@@ -110,39 +107,14 @@ class DecodeAdmin(AdminBasics):
             ]
         )
 
-    async def AbortRequest(
-        self, request: admin_pb2.AbortRequestRequest, context: Context
-    ) -> admin_pb2.AbortRequestReply:
-        if not request.request_id:
-            await abort(context, ServiceError(ErrorReason.INVALID_REQUEST, "request_id is empty", field="request_id"))
-        found = [r for r in self._engine.requests() if r.request_id == request.request_id]
-        if not found:
-            await abort(
-                context,
-                ServiceError(ErrorReason.NOT_FOUND, f"no request {request.request_id!r} here", field="request_id"),
-            )
+    def set_draining(self, draining: bool) -> None:
+        self._servicer.draining = draining
+
+    def living_requests(self) -> int:
+        return len(self._engine.requests())
+
+    def abort_requests(self, request_id: str) -> int:
+        found = [r for r in self._engine.requests() if r.request_id == request_id]
         for each in found:
             self._engine.abort(each)
-        return admin_pb2.AbortRequestReply(aborted=len(found))
-
-    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
-        return admin_pb2.DrainReply(running=await self.drain(request.grace_s))
-
-    async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeReply:
-        self._servicer.draining = False
-        await self._worker.set_ready(True)
-        return admin_pb2.ResumeReply()
-
-    async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheReply:
-        # Pages of finished requests are free at once, so there is nothing to flush.
-        return admin_pb2.FlushCacheReply(pages_freed=0)
-
-    async def drain(self, grace_s: float) -> int:
-        """Takes no new requests and waits for the present ones, for ever with 0; returns how many are left."""
-        self._servicer.draining = True
-        await self._worker.set_ready(False)
-        structlog.get_logger().info("draining", grace_s=grace_s)
-        end = time.monotonic() + grace_s if grace_s > 0 else float("inf")
-        while self._engine.requests() and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        return len(self._engine.requests())
+        return len(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,14 +106,51 @@ class Profiler:
             return path
 
 
-class AdminBasics(admin_pb2_grpc.AdminServicer):
-    """The admin calls that do not depend on what the worker does."""
+class AdminBasics(admin_pb2_grpc.AdminServicer, ABC):
+    """The admin calls that are the same on both workers; what differs are GetStatus, ListRequests and the
+    three methods at the end."""
 
-    def __init__(self, layout: HandoverLayout, regions: Sequence[common_pb2.Region], profiles: Path) -> None:
+    def __init__(
+        self, worker: WorkerServer, layout: HandoverLayout, regions: Sequence[common_pb2.Region], profiles: Path
+    ) -> None:
+        self._worker = worker
         self._layout = layout
         self._regions = regions
         self._profiler = Profiler(profiles)
         self._timers: set[asyncio.Task[None]] = set()
+
+    async def AbortRequest(
+        self, request: admin_pb2.AbortRequestRequest, context: Context
+    ) -> admin_pb2.AbortRequestReply:
+        if not request.request_id:
+            await abort(context, ServiceError(ErrorReason.INVALID_REQUEST, "request_id is empty", field="request_id"))
+        aborted = self.abort_requests(request.request_id)
+        if not aborted:
+            error = ServiceError(ErrorReason.NOT_FOUND, f"no request {request.request_id!r} here", field="request_id")
+            await abort(context, error)
+        return admin_pb2.AbortRequestReply(aborted=aborted)
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainReply:
+        return admin_pb2.DrainReply(running=await self.drain(request.grace_s))
+
+    async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeReply:
+        self.set_draining(False)
+        await self._worker.set_ready(True)
+        return admin_pb2.ResumeReply()
+
+    async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheReply:
+        # No worker keeps pages of requests that are over, so there is nothing to free.
+        return admin_pb2.FlushCacheReply(pages_freed=0)
+
+    async def drain(self, grace_s: float) -> int:
+        """Takes no new requests and waits for the present ones, for ever with 0; returns how many are left."""
+        self.set_draining(True)
+        await self._worker.set_ready(False)
+        structlog.get_logger().info("draining", grace_s=grace_s)
+        end = time.monotonic() + grace_s if grace_s > 0 else float("inf")
+        while self.living_requests() and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        return self.living_requests()
 
     async def GetLayout(self, request: admin_pb2.GetLayoutRequest, context: Context) -> admin_pb2.GetLayoutReply:
         return admin_pb2.GetLayoutReply(layout=to_message(self._layout), regions=self._regions)
@@ -152,3 +190,15 @@ class AdminBasics(admin_pb2_grpc.AdminServicer):
         except ServiceError:
             return
         structlog.get_logger().info("profile written", path=str(path))
+
+    @abstractmethod
+    def set_draining(self, draining: bool) -> None:
+        """Whether new requests are refused."""
+
+    @abstractmethod
+    def living_requests(self) -> int:
+        """Requests that are not over."""
+
+    @abstractmethod
+    def abort_requests(self, request_id: str) -> int:
+        """Ends the living requests of that id; returns how many there were."""
