@@ -68,8 +68,9 @@ def test_recall_20_through_the_pair_with_the_smallest_hot_buffer(tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.system
+@pytest.mark.timeout(1500)
 def test_recall_200_agrees_between_smallest_resident_and_monolithic(tmp_path: Path, nano: DeepSeekV4Model):
-    asked = questions(200, seed=1)
+    asked = questions(200, 800, seed=1)
     smallest, resident = recall(tmp_path / "a", 64, asked), recall(tmp_path / "b", 512, asked)
     alone = [text(generate(nano, encode(q.prompt), OUTPUT, 512, stop_at_eos=False)) for q in asked]
     right = sum(a.strip() == q.answer for a, q in zip(smallest, asked, strict=True))
@@ -79,6 +80,7 @@ def test_recall_200_agrees_between_smallest_resident_and_monolithic(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.system
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("characters", [4000, 8000])
 def test_long_contexts_are_recalled_through_the_pair(tmp_path: Path, characters: int):
     asked = questions(12, characters, seed=2)
