@@ -27,6 +27,7 @@ from decode_service.verification import HandoverCheck, LandedRange
 
 WriterState = Literal["drained", "gone", "unknown"]
 PROBE_TIMEOUT_S = 1.0
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,41 +58,63 @@ class PrefillPeer:
         self._metrics = metrics
         self._channel = open_channel(address)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
-        self._handshake = asyncio.Lock()
+        self._handshake: asyncio.Task[str] | None = None
         self._known: str = ""
 
     async def close(self) -> None:
+        if self._handshake is not None:
+            self._handshake.cancel()
         await self._channel.close()
 
     async def hello(self) -> str:
-        """The peer's incarnation, after its layout was found equal to ours. Raises ServiceError."""
-        async with self._handshake:
-            if self._known:
-                return self._known
-            request = prefill_pb2.HelloRequest(
-                caller=self._incarnation, layout=layout_messages.to_message(self._layout)
-            )
-            try:
-                reply = await self._stub.Hello(request, timeout=self._settings.handshake_timeout_s)
-            except grpc.aio.AioRpcError as error:
-                raise self._error(error) from None
-            theirs = layout_messages.from_message(reply.layout)
-            layout_messages.check_same(self._layout, theirs, f"prefill {self.address}")
-            self._known = reply.callee.id
-            structlog.get_logger().info("prefill joined", address=self.address, incarnation=self._known)
+        """The peer's incarnation, after its layout was found equal to ours. Raises ServiceError.
+
+        Requests that come while a handshake runs share it: a mute peer costs them one time-out, not one each.
+        """
+        if self._known:
             return self._known
+        if self._handshake is None or self._handshake.done():
+            self._handshake = asyncio.create_task(self._shake_hands())
+            # Everybody who waited may have left by the time it fails.
+            self._handshake.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._handshake)
+
+    async def _shake_hands(self) -> str:
+        request = prefill_pb2.HelloRequest(caller=self._incarnation, layout=layout_messages.to_message(self._layout))
+        try:
+            reply = await self._say_hello(request)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        theirs = layout_messages.from_message(reply.layout)
+        layout_messages.check_same(self._layout, theirs, f"prefill {self.address}")
+        self._known = reply.callee.id
+        structlog.get_logger().info("prefill joined", address=self.address, incarnation=self._known)
+        return self._known
+
+    async def _say_hello(self, request: prefill_pb2.HelloRequest) -> prefill_pb2.HelloReply:
+        """Raises AioRpcError: at once when nobody listens there."""
+        timeout = self._settings.handshake_timeout_s
+        try:
+            return await self._stub.Hello(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE or not await self._accepts_connections():
+                raise
+        # The channel repeats its last failure until its back-off is over, but a restarted service listens by now.
+        return await self._stub.Hello(request, timeout=timeout, wait_for_ready=True)
 
     async def run(self, request: DecodeRequest, ticket: TransferTicket) -> Prefilled:
         """One prompt: returns when all of it has landed and is verified. Raises ServiceError.
 
         After an error writes may still be in flight: call `drain` before the memory is used again.
         """
+        known = bool(self._known)
         try:
             return await self._run(request, ticket)
         except ServiceError as error:
-            if error.reason is not ErrorReason.STALE_GENERATION:
+            unanswered = error.reason is ErrorReason.PREFILL_UNAVAILABLE and known and not request.prefill_answered
+            if error.reason is not ErrorReason.STALE_GENERATION and not unanswered:
                 raise
-            # The service was restarted since the handshake and refused before any work: once more.
+            # The service was restarted since the handshake, before it took the request: once more.
             self._known = ""
             return await self._run(request, ticket)
 
@@ -100,12 +123,15 @@ class PrefillPeer:
         request.peer = f"{self.address} {incarnation}"
         begun = time.time_ns()
         check = HandoverCheck(ticket, request.prompt_tokens, self._layout.ratios, self.address)
-        stream = self._stub.Prefill(self._message(request, ticket, incarnation))
+        # The service keeps these deadlines itself; this one ends the wait for a service that doesn't.
+        limit = self._settings.prefill_queue_timeout_s + self._settings.prefill_timeout_s + GRACE_S
+        stream = self._stub.Prefill(self._message(request, ticket, incarnation), timeout=limit)
         try:
             async for event in stream:
                 if event.key.generation != request.generation or event.key.request_id != request.request_id:
                     self._metrics.late_events.inc()
                     continue
+                request.prefill_answered = True
                 kind = event.WhichOneof("event")
                 if kind == "pages_sent":
                     self._metrics.handover_bytes.inc(event.pages_sent.bytes)
@@ -144,20 +170,21 @@ class PrefillPeer:
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.UNAVAILABLE:
                 return "unknown"
-            return "gone" if await self._refuses_connections() else "unknown"
+            return "gone" if await self._accepts_connections() is False else "unknown"
         return "drained" if reply.callee.id == incarnation else "gone"
 
-    async def _refuses_connections(self) -> bool:
-        """Whether the peer's host answers that nobody listens there: the process is over."""
+    async def _accepts_connections(self) -> bool | None:
+        """True when somebody listens at the peer's address, False when its host answers that nobody does: the
+        process is over. None when there is no answer."""
         host, _, port = self.address.rpartition(":")
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), PROBE_TIMEOUT_S)
         except ConnectionRefusedError:
-            return True
-        except (OSError, TimeoutError):
             return False
+        except (OSError, TimeoutError):
+            return None
         writer.close()
-        return False
+        return True
 
     async def _verify(self, check: HandoverCheck, digests: Iterable[prefill_pb2.RangeDigest]) -> None:
         ranges = [LandedRange(d.layer_id, RegionKind(d.kind), d.first, d.count, d.digest) for d in digests]
@@ -180,11 +207,17 @@ class PrefillPeer:
     def _error(self, error: grpc.aio.AioRpcError) -> ServiceError:
         made = from_rpc_error(error, ErrorReason.PREFILL_UNAVAILABLE)
         if made.reason is ErrorReason.PREFILL_UNAVAILABLE:
-            return ServiceError(
-                made.reason, f"prefill {self.address} is not reachable: {error.details()}", field="prefill_address",
-                theirs=self.address, retry_after_s=1.0,
-            )  # fmt: skip
+            return self._unreachable(str(error.details()))
         return made
+
+    def _unreachable(self, detail: str) -> ServiceError:
+        return ServiceError(
+            ErrorReason.PREFILL_UNAVAILABLE,
+            f"prefill {self.address} is not reachable: {detail}",
+            field="prefill_address",
+            theirs=self.address,
+            retry_after_s=1.0,
+        )
 
 
 def _first_token(done: prefill_pb2.Done, request: DecodeRequest) -> SampledToken:

@@ -61,6 +61,7 @@ class DecodeRequest:
         self.phase: Phase = "queued"
         self.resources: RequestResources | None = None
         self.peer = ""
+        self.prefill_answered = False
         # The client has its answer; the id may be used again even if memory is still being given back.
         self.answered = False
         self.arrived_ns = time.time_ns()

@@ -121,6 +121,11 @@ def test_prefill_killed_mid_transfer(cluster: Cluster, model: DeepSeekV4Model):
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
     incarnation = cluster.decode.status().incarnation.id
+    # Asked over and over, decode's connection to the dead service backs off; the restarted one is used at once.
+    for attempt in range(3):
+        with pytest.raises(grpc.RpcError) as raised:
+            cluster.generate(f"nobody-{attempt}", [5], max_tokens=2)
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
     cluster.prefill.start(port)
     cluster.wait_http_ready()
     text = httpx.post(
