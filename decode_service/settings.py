@@ -46,7 +46,6 @@ class DecodeSettings(ServiceSettings):
     prefill_timeout_s: Seconds = Field(600, description="longest time from prefill's start to its last byte")
     transfer_timeout_s: Seconds = Field(30, description="longest time for one post of pages")
     cancel_timeout_s: Seconds = Field(30, description="longest wait for prefill to say that a request is drained")
-    connect_timeout_s: Seconds = Field(0.8, description="longest wait for a prefill service that is restarting")
     handshake_timeout_s: Seconds = Field(5, description="longest wait for a prefill service's Hello")
     quarantine_timeout_s: Seconds = Field(120, description="after this, pages of a vanished writer are free again")
     settle_s: Seconds = Field(0.2, description="wait between a writer's proven end and the reuse of its pages")

@@ -6,8 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
 from common.errors import ErrorReason, ServiceError
