@@ -217,4 +217,6 @@ def test_sigterm_lets_a_running_stream_end(checkpoint: Path, tmp_path: Path):
     caller.thread.join(30)
     assert caller.error is None
     assert caller.lines[-2] == "data: [DONE]"
-    assert cluster.stop() == [0, 0, 0]
+    statuses = cluster.stop()
+    logs = [service.log_tail(8) for service in (cluster.router, cluster.decode, cluster.prefill) if service]
+    assert statuses == [0, 0, 0], "\n\n".join(logs)
