@@ -170,10 +170,16 @@ class DecodeEngine:
         try:
             command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
             while True:
-                command()
+                self._obey(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
+
+    def _obey(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:  # noqa: BLE001 - the thread serves everybody; it must go on
+            structlog.get_logger().exception("a command failed")
 
     def _reserve_waiting(self) -> None:
         """First come, first served: a request that does not fit yet keeps those behind it waiting, so that it
@@ -198,7 +204,12 @@ class DecodeEngine:
         if finished is not None:
             self._finish(request, finished)
             return
-        self.hisparse.admit_request_direct(request.resources, request.prompt_tokens)
+        try:
+            self.hisparse.admit_request_direct(request.resources, request.prompt_tokens)
+        except Exception as cause:  # noqa: BLE001 - it costs this request only
+            structlog.get_logger().exception("admission failed", request_id=request.request_id)
+            self._fail(request, ServiceError(ErrorReason.INTERNAL, f"admission failed: {cause!r}"))
+            return
         self._running.append(request)
         self._tables = None
 
@@ -212,14 +223,14 @@ class DecodeEngine:
         try:
             logits = self._model.decode(tokens, kv)
             kv.end_step()
+            bad = torch.isnan(logits).any(dim=1).tolist()
+            good = [row for row in range(len(batch)) if not bad[row]]
+            sampled = sample(logits[good], [batch[row].sampling for row in good])
         except Exception as cause:  # noqa: BLE001 - one bad step must not end the service
             structlog.get_logger().exception("decode step failed", requests=[r.request_id for r in batch])
             for request in batch:
                 self._fail(request, ServiceError(ErrorReason.INTERNAL, f"decode step failed: {cause!r}"))
             return
-        bad = torch.isnan(logits).any(dim=1).tolist()
-        good = [row for row in range(len(batch)) if not bad[row]]
-        sampled = sample(logits[good], [batch[row].sampling for row in good])
         for row, token in zip(good, sampled, strict=True):
             finished = batch[row].accept(token)
             if finished is not None:
@@ -229,8 +240,9 @@ class DecodeEngine:
                 self._fail(batch[row], ServiceError(ErrorReason.INTERNAL, "the model gave NaN logits"))
         self._metrics.step(time.monotonic() - begun, len(batch))
         if len(self._running) > self._max_batch:
-            # More are admitted than fit a step: take turns.
-            self._running = self._running[self._max_batch :] + self._running[: self._max_batch]
+            # More are admitted than fit a step: take turns. Those who waited go first, whoever has just ended.
+            stepped = {request.generation for request in batch}
+            self._running.sort(key=lambda request: request.generation in stepped)
             self._tables = None
 
     def _finish(self, request: DecodeRequest, finished: FinishedEvent) -> None:
@@ -287,11 +299,21 @@ class DecodeEngine:
             self._requests.pop(request.generation, None)
 
     def _check_integrity(self) -> None:
-        held = [r for r in self.requests() if r.phase in ("prefilling", "running") and r.resources is not None]
-        self.pools.check_integrity([_resources(request) for request in held])
-        running = [r for r in held if r.phase == "running"]
+        requests = self.requests()
+        by_phase = {
+            phase: [r for r in requests if r.phase == phase]
+            for phase in ("queued", "prefilling", "running", "draining")
+        }
+        held = [_resources(r) for phase in ("prefilling", "running") for r in by_phase[phase]]
+        self.pools.check_integrity(held, [_resources(r) for r in by_phase["draining"]])
+        for phase, kept in (("queued", self._waiting), ("running", self._running)):
+            mine, listed = sorted(r.generation for r in by_phase[phase]), sorted(r.generation for r in kept)
+            # A request just submitted is known before its command puts it into the queue.
+            if listed != mine and not (phase == "queued" and set(listed) < set(mine)):
+                raise ValueError(f"{len(mine)} requests are {phase}, {len(listed)} are listed as such")
         self.hisparse.check_integrity(
-            [_resources(r).hot_slot for r in running], [(r.position + 1) // 4 for r in running]
+            [_resources(r).hot_slot for r in by_phase["running"]],
+            [(r.position + 1) // 4 for r in by_phase["running"]],
         )
 
 

@@ -69,6 +69,16 @@ class PageAllocator:
         if everything != set(range(self.total)):
             raise ValueError(f"pool {self.name}: an id is in two states at once")
 
+    def check_holders(self, owned: Sequence[int], quarantined: Sequence[int]) -> None:
+        """Raises ValueError unless holders name every owned and quarantined id exactly once and no other."""
+        for name, named, state in (("owned", owned, self._owned), ("quarantined", quarantined, self._quarantined)):
+            wrong = set(named) ^ state
+            if len(set(named)) != len(named) or wrong:
+                raise ValueError(
+                    f"pool {self.name}: requests name {len(named)} {name} pages, {len(state)} are; "
+                    f"in dispute: {sorted(wrong)[:8]}"
+                )
+
     def _leave(self, pages: Sequence[int], state: set[int], name: str) -> None:
         if len(set(pages)) != len(pages):
             raise ValueError(f"pool {self.name}: {list(pages)} names a page twice")

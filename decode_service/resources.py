@@ -83,15 +83,15 @@ class ResourcePools:
     def use(self) -> list[PoolUse]:
         return [PoolUse(a.name, a.total, a.free, a.used, a.quarantined) for a in self._allocators]
 
-    def check_integrity(self, held: Iterable[RequestResources]) -> None:
-        """Raises ValueError unless the pools are sound and exactly `held` is owned."""
-        owned = list(held)
-        for allocator in self._allocators:
-            allocator.check_integrity()
+    def check_integrity(self, held: Iterable[RequestResources], set_aside: Iterable[RequestResources] = ()) -> None:
+        """Raises ValueError unless the pools are sound, exactly `held` is owned and `set_aside` quarantined."""
+        owned, quarantined = list(held), list(set_aside)
         for index, allocator in enumerate(self._allocators):
-            count = sum(len(self._parts(resources)[index][1]) for resources in owned)
-            if count != allocator.used:
-                raise ValueError(f"pool {allocator.name}: requests hold {count} pages, {allocator.used} are owned")
+            allocator.check_integrity()
+            allocator.check_holders(
+                [page for resources in owned for page in self._parts(resources)[index][1]],
+                [page for resources in quarantined for page in self._parts(resources)[index][1]],
+            )
 
     def _parts(self, resources: RequestResources) -> list[tuple[PageAllocator, list[int]]]:
         return [

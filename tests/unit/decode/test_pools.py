@@ -175,7 +175,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.pools.check_integrity(self.held)
+        self.pools.check_integrity(self.held, self.set_aside)
         for use in self.pools.use():
             assert use.free + use.used + use.quarantined == use.total
         for name in ("host_pages", "logical_pages"):
