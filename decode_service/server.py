@@ -84,6 +84,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             mine = made
             async for message in self._serve(mine, peer, events, request.queue_timeout_s):
                 yield message
+            mine.answered = True
         except ServiceError as error:
             self._metrics.failures.labels(error.reason.name.lower()).inc()
             structlog.get_logger().warning("request failed", reason=error.reason.name, detail=error.message)
@@ -93,6 +94,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         finally:
             # Also when the client left: the request's memory comes back behind the scenes, once.
             if mine is not None and peer is not None and mine.phase != "ended":
+                if not mine.answered:
+                    self._metrics.failures.labels("client_left").inc()
+                mine.answered = True
                 self._end_later(mine, peer)
 
     def _make_request(self, request: decode_pb2.GenerateRequest, emit: Callable[[Event], None]) -> DecodeRequest:
@@ -193,12 +197,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         aborted = asyncio.create_task(events.get())
         try:
             await asyncio.wait({running, aborted}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                return running.result()
-            event = aborted.result()
-            if isinstance(event, FinishedEvent):
-                return event
-            raise ServiceError(ErrorReason.INTERNAL, f"unexpected {type(event).__name__} while prefilling")
+            # Both may be over by now; an abort that was taken from the queue counts.
+            if aborted.done():
+                event = aborted.result()
+                if isinstance(event, FinishedEvent):
+                    return event
+                raise ServiceError(ErrorReason.INTERNAL, f"unexpected {type(event).__name__} while prefilling")
+            return running.result()
         finally:
             aborted.cancel()
             running.cancel()
@@ -206,7 +211,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def _end_later(self, mine: DecodeRequest, peer: PrefillPeer) -> None:
         task = asyncio.create_task(self._end(mine, peer))
         self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._endings.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            structlog.get_logger().error("a request's memory was not given back", exc_info=error)
 
     async def _end(self, mine: DecodeRequest, peer: PrefillPeer) -> None:
         """Gives a request's memory back: at once unless prefill may still write it, else when it can't any more."""
@@ -232,7 +243,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def _peer(self, address: str) -> PrefillPeer:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise ServiceError(
                 ErrorReason.INVALID_REQUEST,
                 f"prefill_address {address!r} is not host:port",
