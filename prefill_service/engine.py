@@ -24,6 +24,7 @@ from prefill_service.sequence_kv import SequenceKV
 
 RING_WAIT_S = 0.005
 IDLE_WAIT_S = 0.2
+MAX_REFUSED = 4096
 
 
 class PrefillEngine:
@@ -48,6 +49,8 @@ class PrefillEngine:
         self._max_queued = max_queued
         self._lock = threading.Lock()
         self._jobs: dict[str, PrefillJob] = {}
+        # Keys that were cancelled while no job had them, oldest first: their request may still be on its way.
+        self._refused: dict[str, None] = {}
         self._arrived: queue.SimpleQueue[PrefillJob | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="prefill-engine", daemon=True)
@@ -74,9 +77,11 @@ class PrefillEngine:
     def submit(self, job: PrefillJob) -> tuple[int, int]:
         """Queues a job; returns how many requests and tokens are ahead of it.
 
-        Raises ServiceError: DUPLICATE_REQUEST for a living key, QUEUE_FULL.
+        Raises ServiceError: DUPLICATE_REQUEST for a living key, CANCELLED for one whose Cancel came first, QUEUE_FULL.
         """
         with self._lock:
+            if job.key in self._refused:
+                raise ServiceError(ErrorReason.CANCELLED, f"request {job.key} was cancelled before it came")
             if job.key in self._jobs:
                 raise ServiceError(
                     ErrorReason.DUPLICATE_REQUEST, f"request {job.key} is here already", field="key", theirs=job.key
@@ -95,8 +100,14 @@ class PrefillEngine:
         return len(queued), sum(other.tokens - other.computed for other in queued)
 
     def cancel(self, key: str) -> PrefillJob | None:
-        """Ends a job; `job.gone` of the returned job resolves when nothing of it can be written any more."""
-        job = self.find(key)
+        """Ends a job; `job.gone` of the returned job resolves when nothing of it can be written any more. None when
+        there is no such job; then there never will be: the caller may use its memory again."""
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                self._refused[key] = None
+                if len(self._refused) > MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
         if job is not None:
             job.cancel()
             self._sender.cancel(key)
