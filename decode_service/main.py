@@ -21,7 +21,7 @@ from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, decode_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.worker import WorkerServer, serve_metrics
-from common.signals import stop_on_signals
+from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import ITEM_BYTES, RegionKind
@@ -49,6 +49,7 @@ def main() -> None:
     configure_logging("decode", settings.log_level)
     try:
         asyncio.run(serve(settings))
+        ignore_signals()
     except (ConfigError, CheckpointError, SettingsError, TransferUnavailableError, OSError) as error:
         structlog.get_logger().error("decode can't start", detail=str(error))
         sys.exit(1)

@@ -20,7 +20,7 @@ from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, prefill_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.worker import WorkerServer, serve_metrics
-from common.signals import stop_on_signals
+from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.layout import HandoverLayout
 from common.transfer.send_ring import SendRing
@@ -46,6 +46,7 @@ def main() -> None:
     configure_logging("prefill", settings.log_level)
     try:
         asyncio.run(serve(settings))
+        ignore_signals()
     except (ConfigError, CheckpointError, SettingsError, TransferUnavailableError, OSError) as error:
         structlog.get_logger().error("prefill can't start", detail=str(error))
         sys.exit(1)

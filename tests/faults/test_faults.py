@@ -17,7 +17,7 @@ from tests.system.test_pair import prompt
 
 pytestmark = pytest.mark.system
 # Writes so small that a handover lasts: what is in flight can be interrupted.
-SLOW_TRANSFER = ("--transfer-run-bytes", "1024", "--transfer-batch-runs", "1")
+SLOW_TRANSFER = ("--transfer-run-bytes", "256", "--transfer-batch-runs", "1")
 LIMIT_S = 1.0
 
 
@@ -220,3 +220,15 @@ def test_sigterm_lets_a_running_stream_end(checkpoint: Path, tmp_path: Path):
     statuses = cluster.stop()
     logs = [service.log_tail(8) for service in (cluster.router, cluster.decode, cluster.prefill) if service]
     assert statuses == [0, 0, 0], "\n\n".join(logs)
+
+
+def test_a_second_sigterm_while_a_service_ends_changes_nothing(checkpoint: Path, tmp_path: Path):
+    cluster = Cluster(checkpoint, tmp_path, with_router=True).start()
+    services = [service for service in (cluster.router, cluster.decode, cluster.prefill) if service is not None]
+    end = time.monotonic() + 20
+    while any(service.process is not None and service.process.poll() is None for service in services):
+        assert time.monotonic() < end
+        for service in services:
+            service.signal(signal.SIGTERM)
+        time.sleep(0.01)
+    assert [service.process.returncode for service in services if service.process] == [0, 0, 0]
