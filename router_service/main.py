@@ -6,6 +6,8 @@ import asyncio
 import socket
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import structlog
 import uvicorn
@@ -13,16 +15,20 @@ import uvicorn
 from common.logging import configure_logging
 from common.model.config import ConfigError, ModelConfig
 from common.model.tokenizer import load_tokenizer
-from common.signals import stop_on_signals
+from common.signals import ignore_signals, stop_on_signals
 from router_service.app import RouterState, make_app
 from router_service.settings import RouterSettings
 
+# For connections that are still open when draining is over.
+CLOSE_TIMEOUT_S = 1
+
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: draining comes first."""
+    """uvicorn without its own signal handlers, which would close the door before running requests ended."""
 
-    def install_signal_handlers(self) -> None:
-        pass
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
 
 
 def main() -> None:
@@ -31,6 +37,7 @@ def main() -> None:
     configure_logging("router", settings.log_level)
     try:
         asyncio.run(serve(settings))
+        ignore_signals()
     except (ConfigError, ValueError, OSError) as error:
         structlog.get_logger().error("router can't start", detail=str(error))
         sys.exit(1)
@@ -42,7 +49,12 @@ async def serve(settings: RouterSettings) -> None:
     state = RouterState(settings, config, load_tokenizer(settings.model, config))
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((settings.host, settings.port))
+    try:
+        listener.bind((settings.host, settings.port))
+        # Only listening tells whether another process has the port.
+        listener.listen()
+    except OSError as error:
+        raise OSError(f"can't listen on {settings.host}:{settings.port}: {error.strerror}") from None
     listener.set_inheritable(True)
     address = f"{settings.host}:{listener.getsockname()[1]}"
     server = _Server(
@@ -51,7 +63,7 @@ async def serve(settings: RouterSettings) -> None:
             log_config=None,
             access_log=False,
             lifespan="on",
-            timeout_graceful_shutdown=int(settings.drain_timeout_s),
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
