@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
@@ -34,6 +35,11 @@ from router_service.workers import WorkerPool
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # What nginx logs for a client that left before the answer; nobody receives it.
 CLIENT_CLOSED = 499
+LONG_BODY_BYTES = 32 << 10
+
+
+class BodyTooLongError(BaseException):
+    """Ends the reading of a body. No Exception: the framework would answer that the body could not be parsed."""
 
 
 class RouterState:
@@ -73,25 +79,41 @@ class RequestIdMiddleware:
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id)
+        scope["request_id"] = request_id
         received = 0
+        begun = False
 
         async def bounded() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
-                raise HTTPError(413, f"the body is longer than {self._max_body_bytes} bytes", code="body_too_long")
+                raise BodyTooLongError
             return message
 
         async def answer(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 route = scope.get("route")
                 path = getattr(route, "path", "other")
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, bounded, answer)
+        try:
+            await self._app(scope, bounded, answer)
+        except BodyTooLongError:
+            limit = f"the body is longer than {self._max_body_bytes} bytes"
+            await errors.response(HTTPError(413, limit, code="body_too_long"))(scope, receive, answer)
+        except Exception as error:
+            structlog.get_logger().exception("unexpected error")
+            if begun:
+                raise  # the server closes the connection, so that nobody takes a part for the whole
+            failure = HTTPError(500, "internal error", code="internal")
+            failure.may_retry = False
+            failure.__cause__ = error
+            await errors.response(failure)(scope, receive, answer)
 
 
 def make_app(state: RouterState) -> FastAPI:
@@ -103,7 +125,7 @@ def make_app(state: RouterState) -> FastAPI:
 
     app = FastAPI(title="dsv4-pd", version=VERSION, lifespan=lifespan)
     app.add_middleware(RequestIdMiddleware, metrics=state.metrics, max_body_bytes=state.settings.max_body_bytes)
-    _add_error_handlers(app, state)
+    _add_error_handlers(app)
     _add_operations(app, state)
 
     @app.post("/v1/completions", response_model=None)
@@ -121,19 +143,13 @@ async def _complete(state: RouterState, body: CompletionRequest, request: Reques
     if state.in_flight >= state.settings.max_in_flight:
         state.metrics.shed.inc()
         raise HTTPError(429, f"{state.in_flight} requests are in flight", code="saturated", retry_after_s=1)
-    completion = Completion(
-        body,
-        state.config,
-        state.tokenizer,
-        state.workers,
-        state.metrics,
-        state.model_name,
-        state.settings.queue_timeout_s,
-    )
-    log = structlog.get_logger()
-    log.info("completion", completion=completion.id, choices=len(completion.choices), stream=bool(body.stream))
     served = _Served(state)
+    completion: Completion | None = None
     try:
+        completion = await _make_completion(state, body, request)
+        structlog.get_logger().info(
+            "completion", completion=completion.id, choices=len(completion.choices), stream=bool(body.stream)
+        )
         if not body.stream:
             answer = await unless_disconnected(request, completion.whole())
             served.end()
@@ -145,15 +161,15 @@ async def _complete(state: RouterState, body: CompletionRequest, request: Reques
         except BaseException:
             await pieces.aclose()
             raise
-        return StreamingResponse(_stream(completion, first, pieces, served), media_type="text/event-stream")
+        return _EventStream(completion, first, pieces, served)
     except ServiceError as error:
         served.end()
-        state.metrics.failures.labels(error.reason.name.lower()).inc()
-        log.warning("completion failed", reason=error.reason.name, detail=error.message)
-        raise errors.from_service_error(error) from None
+        if completion is not None:
+            completion.failed(error)
+        raise errors.from_service_error(error, dispatched=completion is not None and completion.dispatched) from None
     except ClientGoneError:
         served.end()
-        log.info("client disconnected", completion=completion.id)
+        structlog.get_logger().info("client disconnected")
         return Response(status_code=CLIENT_CLOSED)
     except BaseException:
         served.end()
@@ -183,20 +199,47 @@ async def _first(pieces: AsyncGenerator[Piece]) -> Piece:
     return await anext(pieces)
 
 
-async def _stream(
-    completion: Completion, first: Piece, pieces: AsyncGenerator[Piece], served: _Served
-) -> AsyncIterator[str]:
-    try:
-        async with aclosing(pieces):
-            async for event in completion.events(first, pieces):
-                yield event
-    finally:
-        served.end()
+async def _make_completion(state: RouterState, body: CompletionRequest, request: Request) -> Completion:
+    """Long prompts are tokenised beside the event loop: other clients' tokens go on meanwhile."""
+
+    def make() -> Completion:
+        return Completion(
+            body,
+            state.config,
+            state.tokenizer,
+            state.workers,
+            state.metrics,
+            state.model_name,
+            state.settings,
+            request.scope["request_id"],
+        )
+
+    length = int(request.headers.get("content-length", LONG_BODY_BYTES))
+    return make() if length < LONG_BODY_BYTES else await asyncio.to_thread(make)
 
 
-def _add_error_handlers(app: FastAPI, state: RouterState) -> None:
+class _EventStream(StreamingResponse):
+    """The events of a completion. However sending ends, also before the first byte, the workers are told to end and
+    the completion is counted as over."""
+
+    def __init__(self, completion: Completion, first: Piece, pieces: AsyncGenerator[Piece], served: _Served) -> None:
+        super().__init__(completion.events(first, pieces), media_type="text/event-stream")
+        self._pieces = pieces
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._served.end()
+            await self._pieces.aclose()
+
+
+def _add_error_handlers(app: FastAPI) -> None:
     async def http_error(_: Request, error: Exception) -> Response:
-        return errors.response(error) if isinstance(error, HTTPError) else await unexpected(_, error)
+        if not isinstance(error, HTTPError):
+            raise error
+        return errors.response(error)
 
     async def validation(_: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else []
@@ -207,16 +250,9 @@ def _add_error_handlers(app: FastAPI, state: RouterState) -> None:
         detail = str(error.detail) if isinstance(error, HTTPException) else "error"
         return errors.response(HTTPError(status, detail))
 
-    async def unexpected(_: Request, error: Exception) -> Response:
-        structlog.get_logger().error("unexpected error", exc_info=error)
-        made = HTTPError(500, "internal error", code="internal")
-        made.may_retry = False
-        return errors.response(made)
-
     app.add_exception_handler(HTTPError, http_error)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, starlette_error)
-    app.add_exception_handler(Exception, unexpected)
 
 
 def _add_operations(app: FastAPI, state: RouterState) -> None:
@@ -250,9 +286,8 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
             "decode": {w.address: w.problem or "usable" for w in state.workers.decode},
         }
         is_ready = state.workers.ready and not state.draining
-        return JSONResponse(
-            {"ready": is_ready, "draining": state.draining, "workers": usable}, 200 if is_ready else 503
-        )
+        shown = {"ready": is_ready, "draining": state.draining, "workers": usable}
+        return JSONResponse(shown) if is_ready else JSONResponse(shown, 503, {"retry-after": "1"})
 
     @app.get("/version")
     async def version() -> dict[str, str]:

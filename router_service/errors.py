@@ -26,7 +26,9 @@ _STATUS: dict[ErrorReason, int] = {
     ErrorReason.DIGEST_MISMATCH: 502,
     ErrorReason.LAYOUT_MISMATCH: 502,
 }
-_TYPES = {400: "invalid_request_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+_TYPES = {404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+# A worker that answers so has done nothing for the request yet.
+_REFUSALS = (ErrorReason.QUEUE_FULL, ErrorReason.DRAINING)
 
 
 class HTTPError(Exception):
@@ -48,18 +50,22 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> HTT
     return HTTPError(400, message, param, code)
 
 
-def from_service_error(error: ServiceError) -> HTTPError:
-    """A worker's error: 4xx where the client is at fault, 429 saturated, 503 nobody there, 504 deadline."""
+def from_service_error(error: ServiceError, *, dispatched: bool) -> HTTPError:
+    """A worker's error: 4xx where the client is at fault, 429 saturated, 503 nobody there, 504 deadline.
+
+    `dispatched`: a worker had begun with the request, so that sending it again would do it twice.
+    """
     status = _STATUS.get(error.reason, 500)
     retry = error.retry_after_s or (1.0 if status in (429, 503) else 0.0)
     made = HTTPError(status, error.message, error.field or None, error.reason.name.lower(), retry)
-    made.may_retry = status in (429, 503)
+    made.may_retry = error.reason in _REFUSALS or (status == 503 and not dispatched)
     return made
 
 
 def body(error: HTTPError) -> dict[str, Any]:
-    kind = _TYPES.get(error.status, "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    param = None if error.param is None else _printable(error.param)
+    return {"error": {"message": _printable(error.message), "type": kind, "param": param, "code": error.code}}
 
 
 def response(error: HTTPError) -> JSONResponse:
@@ -72,12 +78,19 @@ def response(error: HTTPError) -> JSONResponse:
     return JSONResponse(body(error), error.status, headers)
 
 
+def _printable(text: str) -> str:
+    """JSON can spell half a surrogate pair, UTF-8 can't: it is shown as its escape."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> HTTPError:
     """The first problem that pydantic found in a body, by the parameter's name."""
     problem = problems[0]
     place = [str(part) for part in problem["loc"] if part != "body"]
     param = place[0] if place else None
     kind = problem["type"]
+    if kind == "extra_forbidden":
+        param = ".".join(place)
     if kind == "json_invalid":
         return bad_request(f"the body is not JSON: {problem.get('ctx', {}).get('error', '')}", None)
     if kind == "extra_forbidden":

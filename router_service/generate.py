@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -26,7 +27,8 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What one Generate call is asked for. `stop_ids` end the text and are not part of it."""
+    """What one Generate call is asked for. `stop_ids` end the text and are not part of it; `trace_id` is the HTTP
+    request's id, which several calls may share."""
 
     index: int
     request_id: str
@@ -37,6 +39,8 @@ class Choice:
     skip_special_tokens: bool
     priority: int
     queue_timeout_s: float
+    event_timeout_s: float
+    trace_id: str
 
 
 @dataclass(frozen=True)
@@ -52,32 +56,36 @@ class Piece:
     cached_tokens: int = 0
 
 
-async def run_choice(choice: Choice, workers: WorkerPool, tokenizer: Tokenizer) -> AsyncGenerator[Piece]:
+async def run_choice(
+    choice: Choice, workers: WorkerPool, tokenizer: Tokenizer, on_dispatched: Callable[[], None]
+) -> AsyncGenerator[Piece]:
     """Pieces until the choice is finished. Closing the iterator ends the request on the workers.
 
     Another worker is tried only when the first could not be reached or refused as it drains, that is before
-    anything was dispatched. Raises ServiceError.
+    anything was dispatched; `on_dispatched` is called when a worker has begun. Raises ServiceError.
     """
+    prompt_tokens = len(choice.token_ids)
     tried: frozenset[str] = frozenset()
     while True:
-        decode, prefill = workers.pick_decode(tried), workers.pick_prefill()
+        decode = workers.pick_decode(prompt_tokens + choice.sampling.max_tokens, tried)
+        prefill = workers.pick_prefill(prompt_tokens)
         events = _events(choice, decode, prefill)
         try:
             first = await anext(events)
         except ServiceError as error:
             await events.aclose()
             if error.reason not in (ErrorReason.DECODE_UNAVAILABLE, ErrorReason.DRAINING):
-                if error.reason is ErrorReason.PREFILL_UNAVAILABLE:
-                    workers.failed(prefill, error.message)
                 raise
             workers.failed(decode, error.message)
             tried |= {decode.address}
             continue
+        on_dispatched()
         try:
             async for piece in _pieces(choice, first, events, tokenizer):
                 yield piece
         except ServiceError as error:
-            if error.reason is ErrorReason.PREFILL_UNAVAILABLE:
+            # Decode's own refusals come before it reserves memory: a later one is prefill's.
+            if error.reason in (ErrorReason.PREFILL_UNAVAILABLE, ErrorReason.DRAINING):
                 workers.failed(prefill, error.message)
             raise
         finally:
@@ -101,13 +109,23 @@ async def _events(choice: Choice, decode: Worker, prefill: Worker) -> AsyncGener
             queue_timeout_s=choice.queue_timeout_s,
             priority=choice.priority,
         ),
-        metadata=(("x-request-id", choice.request_id),),
+        metadata=(("x-request-id", choice.trace_id),),
     )
+    incoming = aiter(call)
     try:
-        async for event in call:
+        while True:
+            async with asyncio.timeout(choice.event_timeout_s):
+                event = await anext(incoming, None)
+            if event is None:
+                return
             yield event
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, ErrorReason.DECODE_UNAVAILABLE) from None
+    except TimeoutError:
+        raise ServiceError(
+            ErrorReason.DEADLINE_EXCEEDED,
+            f"decode worker {decode.address} said nothing for {choice.event_timeout_s:g} s",
+        ) from None
     finally:
         call.cancel()
         decode.requests -= 1
@@ -127,6 +145,7 @@ async def _pieces(
     while event is not None:
         if event.HasField("tokens"):
             tokens = event.tokens
+            _check_logprobs(choice, tokens, first=made == 0)
             text = ""
             stopped = False
             used = 0
@@ -159,3 +178,21 @@ async def _pieces(
         with suppress(StopAsyncIteration):
             event = await anext(events)
     raise ServiceError(ErrorReason.INTERNAL, "the decode service ended its stream without a result")
+
+
+def _check_logprobs(choice: Choice, tokens: decode_pb2.Tokens, *, first: bool) -> None:
+    """Raises ServiceError unless there are as many log probabilities as were asked for."""
+    wanted = len(tokens.token_ids) if choice.sampling.HasField("logprobs") else 0
+    wanted_prompt = len(choice.token_ids) - 1 if first and choice.sampling.HasField("prompt_logprobs") else 0
+    for name, found, due in (
+        ("logprobs", len(tokens.logprobs), wanted),
+        ("prompt_logprobs", len(tokens.prompt_logprobs), wanted_prompt),
+    ):
+        if found != due:
+            raise ServiceError(
+                ErrorReason.INTERNAL,
+                f"the decode service sent {found} {name}, not {due}",
+                field=name,
+                ours=due,
+                theirs=found,
+            )

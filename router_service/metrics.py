@@ -14,12 +14,13 @@ class RouterMetrics:
         self.requests = Counter("dsv4pd_router_requests", "HTTP requests answered.", ["path", "status"], registry=r)
         self.in_flight = Gauge("dsv4pd_router_in_flight", "Completions being served.", registry=r)
         self.first_token = Histogram(
-            "dsv4pd_router_first_token_seconds", "Request to first token.", registry=r, buckets=_SECONDS
+            "dsv4pd_router_first_token_seconds", "Request to a choice's first token.", registry=r, buckets=_SECONDS
         )
         self.between_tokens = Histogram(
-            "dsv4pd_router_between_tokens_seconds", "Time between pieces.", registry=r, buckets=_SECONDS
+            "dsv4pd_router_between_tokens_seconds", "Time between a choice's pieces.", registry=r, buckets=_SECONDS
         )
         self.seconds = Histogram("dsv4pd_router_seconds", "Whole completions.", registry=r, buckets=_SECONDS)
+        self.prompt_tokens = Counter("dsv4pd_router_prompt_tokens", "Tokens of prompts accepted.", registry=r)
         self.output_tokens = Counter("dsv4pd_router_output_tokens", "Tokens sent to clients.", registry=r)
         self.failures = Counter("dsv4pd_router_failures", "Completions that failed.", ["reason"], registry=r)
         self.shed = Counter("dsv4pd_router_shed", "Completions refused with 429 here.", registry=r)

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from router_service.errors import bad_request
 
 MAX_LOGPROBS = 20
-MAX_CHOICES = 128
+MAX_CHOICES = 128  # of one prompt
+MAX_CALLS = 1024  # prompts times choices: each is a call to a worker
 MAX_STOPS = 64
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -66,7 +67,12 @@ class CompletionRequest(BaseModel):
         """What the types can't say. Raises HTTPError 400 that names the parameter."""
         if self.suffix:
             raise bad_request("suffix is not supported", "suffix", "unsupported_parameter")
-        choices = self.n or 1
+        choices, prompts = self.n or 1, len(prompts_of(self))
+        if prompts * choices > MAX_CALLS:
+            raise bad_request(
+                f"{prompts} strings or token lists in prompt times n = {choices} are more than {MAX_CALLS} choices",
+                "prompt" if choices == 1 else "n",
+            )
         if self.best_of is not None and self.best_of not in (1, choices):
             raise bad_request(f"best_of = {self.best_of} is not supported, only 1 or n", "best_of")
         if self.stream_options is not None and not self.stream:
@@ -74,6 +80,9 @@ class CompletionRequest(BaseModel):
         for token in self.stop_token_ids or ():
             if token >= vocab_size:
                 raise bad_request(f"stop_token_ids: {token} is not below {vocab_size}", "stop_token_ids")
+        for name, texts in (("prompt", prompts_of(self)), ("stop", self.stops)):
+            if any(isinstance(text, str) and _has_surrogate(text) for text in texts):
+                raise bad_request(f"{name}: half a surrogate pair is no text", name)
         if len(self.stops) > MAX_STOPS:
             raise bad_request(f"stop: {len(self.stops)} strings, at most {MAX_STOPS}", "stop")
         if any(not stop for stop in self.stops):
@@ -98,6 +107,14 @@ class CompletionRequest(BaseModel):
                 raise bad_request(f"logit_bias: {value} for token {key} is not in [-100, 100]", "logit_bias")
             found[int(key)] = value
         return found
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:

@@ -26,6 +26,7 @@ class RouterSettings(ServiceSettings):
     poll_interval_s: Seconds = Field(0.5, description="how often workers are asked for their state")
     poll_timeout_s: Seconds = Field(2.0, description="a worker that does not answer in this time is not used")
     queue_timeout_s: Seconds = Field(120, description="longest wait for memory on a decode worker")
+    event_timeout_s: Seconds = Field(1200, description="longest silence of a decode worker within a request")
     max_in_flight: Positive = Field(1024, description="HTTP requests at a time; more get 429")
     max_body_bytes: Positive = Field(32 << 20, description="longest request body")
     drain_timeout_s: Seconds = Field(30, description="on SIGTERM, longest wait for running requests")
@@ -36,7 +37,7 @@ class RouterSettings(ServiceSettings):
         found = tuple(part.strip() for part in text.split(",") if part.strip())
         for address in found:
             host, _, port = address.rpartition(":")
-            if not host or not port.isdigit():
+            if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise ValueError(f"{role} = {text!r}: {address!r} is not host:port")
         if not found:
             raise ValueError(f"{role} names no worker")

@@ -44,6 +44,11 @@ def _queued_tokens(status: admin_pb2.GetStatusReply) -> float:
     return float(sum(phase.tokens for phase in status.phases if phase.phase in ("queued", "computing")))
 
 
+def _long_enough(workers: list[Worker], tokens: int) -> list[Worker]:
+    """Those whose context holds so many tokens; all if none does, as a worker's own refusal names its limit."""
+    return [w for w in workers if w.context >= tokens] or workers
+
+
 class WorkerPool:
     """Polls every worker; a worker that does not answer, is not ready or drains is not chosen until it is again."""
 
@@ -75,16 +80,18 @@ class WorkerPool:
         """The longest context that some usable decode worker takes; 0 = none is usable."""
         return max((w.context for w in self.decode if w.usable), default=0)
 
-    def pick_decode(self, tried: frozenset[str] = frozenset()) -> Worker:
-        """The usable worker with the most free host pages. Raises ServiceError."""
-        usable = [w for w in self.decode if w.usable and w.address not in tried]
+    def pick_decode(self, tokens: int, tried: frozenset[str] = frozenset()) -> Worker:
+        """The usable worker with the most free host pages, of those that take `tokens` of prompt and output where
+        there are such. Raises ServiceError."""
+        usable = _long_enough([w for w in self.decode if w.usable and w.address not in tried], tokens)
         if not usable:
             raise ServiceError(ErrorReason.DECODE_UNAVAILABLE, self._why("decode", self.decode), retry_after_s=1.0)
         return max(usable, key=lambda w: (w.load - w.outstanding, -w.requests))
 
-    def pick_prefill(self) -> Worker:
-        """The usable worker with the fewest prompt tokens to compute. Raises ServiceError."""
-        usable = [w for w in self.prefill if w.usable]
+    def pick_prefill(self, tokens: int) -> Worker:
+        """The usable worker with the fewest prompt tokens to compute, of those that take a prompt of `tokens` where
+        there are such. Raises ServiceError."""
+        usable = _long_enough([w for w in self.prefill if w.usable], tokens)
         if not usable:
             raise ServiceError(ErrorReason.PREFILL_UNAVAILABLE, self._why("prefill", self.prefill), retry_after_s=1.0)
         return min(usable, key=lambda w: (w.load + w.outstanding, w.requests))
