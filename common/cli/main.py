@@ -16,15 +16,28 @@ from common.cli import evaluate
 from common.cli.up import UpSettings, run_up
 from common.version import VERSION
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Disaggregated prefill and decode serving for DeepSeek-V4."
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.add_typer(evaluate.app, name="eval")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def main() -> None:
     app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="prints the version")
+    ] = False,
+) -> None:
+    """Disaggregated prefill and decode serving for DeepSeek-V4."""
 
 
 def _become(package: str, flags: list[str]) -> None:
@@ -50,21 +63,16 @@ def router(context: typer.Context) -> None:
 
 
 @app.command()
-def version() -> None:
-    """Prints the version."""
-    print(VERSION)
-
-
-@app.command()
 def up(
     model: Annotated[Path | None, typer.Option(help="checkpoint directory; default: the shipped one")] = None,
     host: Annotated[str, typer.Option(help="address the router listens on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="HTTP port of the router; 0 picks a free one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port of the router; 0 picks a free one")] = 8000,
     run_directory: Annotated[Path | None, typer.Option(help="where logs go; default: a temporary directory")] = None,
+    logs: Annotated[bool, typer.Option("--logs", help="the services log here instead of into files")] = False,
     prefill_flags: Annotated[str, typer.Option(help="flags for the prefill service, in one string")] = "",
     decode_flags: Annotated[str, typer.Option(help="flags for the decode service, in one string")] = "",
     router_flags: Annotated[str, typer.Option(help="flags for the router, in one string")] = "",
 ) -> None:
     """Starts prefill, decode and router on this machine and prints how to talk to them. Ctrl-C stops all."""
-    settings = UpSettings(model, host, port, run_directory, prefill_flags, decode_flags, router_flags)
+    settings = UpSettings(model, host, port, run_directory, logs, prefill_flags, decode_flags, router_flags)
     raise typer.Exit(run_up(settings))

@@ -12,6 +12,8 @@ import time
 import types
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ class UpSettings:
     host: str
     port: int
     run_directory: Path | None
+    logs: bool
     prefill_flags: str
     decode_flags: str
     router_flags: str
@@ -38,34 +41,36 @@ class StartError(RuntimeError):
     """A service did not come up, or ended; the message has the end of its log."""
 
 
-class _Child:
-    """One service process of ours; its log is a file."""
+class _Stopped(Exception):
+    """A signal came before all services were ready."""
 
-    def __init__(self, name: str, folder: Path, flags: list[str]) -> None:
+
+class _Child:
+    """One service process of ours; its log is a file, or our own standard error."""
+
+    def __init__(self, name: str, folder: Path, to_file: bool, flags: list[str]) -> None:
         self.name = name
-        self.log = folder / f"{name}.log"
+        self.log = folder / f"{name}.log" if to_file else None
         self.port_file = folder / f"{name}.port"
         self.port_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", f"{name}_service", "--port-file", str(self.port_file), *flags]
-        with self.log.open("wb") as log:
+        with nullcontext(sys.stderr) if self.log is None else self.log.open("wb") as log:
             # A session of its own: Ctrl-C reaches us alone, and we stop the children in order.
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def check_alive(self) -> None:
         """Raises StartError with the end of the log when the process is over."""
         status = self.process.poll()
-        if status is not None:
-            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-            raise StartError("\n".join([f"{self.name} ended with status {status}; the end of {self.log}:", *lines]))
+        if status is None:
+            return
+        if self.log is None:
+            raise StartError(f"{self.name} ended with status {status}")
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        raise StartError("\n".join([f"{self.name} ended with status {status}; the end of {self.log}:", *lines]))
 
-    def address(self, deadline: float) -> str:
+    def address(self) -> str | None:
         """Where it listens, as soon as it does."""
-        while time.monotonic() < deadline:
-            self.check_alive()
-            if self.port_file.exists():
-                return self.port_file.read_text(encoding="utf-8")
-            time.sleep(0.05)
-        raise StartError(f"{self.name} did not listen within {START_TIMEOUT_S:g} s; see {self.log}")
+        return self.port_file.read_text(encoding="utf-8") if self.port_file.exists() else None
 
 
 def default_model(folder: Path) -> Path:
@@ -94,49 +99,60 @@ def run_up(settings: UpSettings) -> int:
     children: list[_Child] = []
     status = 0
     try:
-        with console.status("starting"):
-            url = _start(settings, folder, children, stopping, console)
-        if not stopping:
-            _print_ready(url, folder, console)
+        url = _start(settings, folder, children, stopping, console)
+        _print_ready(url, console)
         while not stopping:
             for child in children:
                 child.check_alive()
             time.sleep(0.2)
+    except _Stopped:
+        pass
     except StartError as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+        # Log lines have brackets of their own and are not to be cut into lines.
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         status = 1
     finally:
         console.print("stopping")
-        status = _stop(children, console) or status
+        status = _stop(children, stopping, console) or status
     return status
 
 
 def _start(settings: UpSettings, folder: Path, children: list[_Child], stopping: list[int], console: Console) -> str:
+    """Starts all three; returns the router's address once it is ready. Raises StartError and _Stopped."""
     model = settings.model or default_model(folder)
     if not (model / "config.json").exists():
         raise StartError(f"{model} holds no config.json")
-    console.print(f"model {model.name}, logs in {folder}", highlight=False)
+    where = "here" if settings.logs else f"in {folder}"
+    console.print(f"model {model.name}, logs {where}", markup=False, highlight=False, soft_wrap=True)
     deadline = time.monotonic() + START_TIMEOUT_S
-    threads = str(max(1, (os.cpu_count() or 1)))
-    worker = ["--model", str(model), "--port", "0", "--threads", threads]
-    prefill = _Child("prefill", folder, [*worker, *shlex.split(settings.prefill_flags)])
-    children.append(prefill)
-    decode = _Child("decode", folder, [*worker, *shlex.split(settings.decode_flags)])
-    children.append(decode)
+    worker = ["--model", str(model), "--port", "0", "--threads", str(os.cpu_count() or 1)]
+
+    def start(name: str, flags: list[str], more: str) -> _Child:
+        child = _Child(name, folder, not settings.logs, [*flags, *shlex.split(more)])
+        children.append(child)
+        return child
+
+    def wait_for(what: str, ready: Callable[[], str | None]) -> str:
+        with console.status(f"waiting for {what}"):
+            while not stopping:
+                for child in children:
+                    child.check_alive()
+                found = ready()
+                if found is not None:
+                    return found
+                if time.monotonic() > deadline:
+                    raise StartError(f"{what} is not there after {START_TIMEOUT_S:g} s; logs are {where}")
+                time.sleep(0.05)
+        raise _Stopped
+
+    prefill = start("prefill", worker, settings.prefill_flags)
+    decode = start("decode", worker, settings.decode_flags)
+    addresses = [wait_for("prefill", prefill.address), wait_for("decode", decode.address)]
     flags = ["--model", str(model), "--host", settings.host, "--port", str(settings.port)]
-    flags += ["--prefill", prefill.address(deadline), "--decode", decode.address(deadline)]
-    router = _Child("router", folder, [*flags, *shlex.split(settings.router_flags)])
-    children.append(router)
-    url = f"http://{router.address(deadline)}"
-    while not stopping:
-        for child in children:
-            child.check_alive()
-        if _is_ready(url):
-            return url
-        if time.monotonic() > deadline:
-            raise StartError(f"{url}/ready did not answer 200 within {START_TIMEOUT_S:g} s; see {folder}")
-        time.sleep(0.1)
-    return url
+    flags += ["--prefill", addresses[0], "--decode", addresses[1]]
+    router = start("router", flags, settings.router_flags)
+    url = f"http://{wait_for('router', router.address)}"
+    return wait_for("both workers to be ready", lambda: url if _is_ready(url) else None)
 
 
 def _is_ready(url: str) -> bool:
@@ -147,24 +163,29 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def _print_ready(url: str, folder: Path, console: Console) -> None:
-    console.print(f"[green]ready[/green] at {url} (logs in {folder}); Ctrl-C stops. Try:", highlight=False)
+def _print_ready(url: str, console: Console) -> None:
+    console.print(f"ready at {url}; Ctrl-C stops. Try:", style="green", highlight=False, soft_wrap=True)
     body = '{"prompt": "def add(a, b):\\n", "max_tokens": 48, "temperature": 0}'
     print(f"curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'", flush=True)
 
 
-def _stop(children: list[_Child], console: Console) -> int:
-    """Router first, so that nothing new comes in, then decode, which tells prefill what to drop."""
+def _stop(children: list[_Child], stopping: list[int], console: Console) -> int:
+    """Router first, so that nothing new comes in, then decode, which tells prefill what to drop. Another signal
+    meanwhile kills what is left."""
     status = 0
+    asked = len(stopping)
     for child in reversed(children):
         if child.process.poll() is None:
             child.process.send_signal(signal.SIGTERM)
-            try:
-                child.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                console.print(f"{child.name} did not stop within {STOP_TIMEOUT_S:g} s and is killed")
+            end = time.monotonic() + STOP_TIMEOUT_S
+            while child.process.poll() is None and time.monotonic() < end and len(stopping) == asked:
+                time.sleep(0.02)
+            if child.process.poll() is None:
+                console.print(f"{child.name} has not stopped yet and is killed")
                 child.process.kill()
                 child.process.wait()
-        status = status or (1 if child.process.returncode else 0)
+        # A service that did not listen yet may not have got as far as handling the signal.
+        clean = (0,) if child.address() else (0, -signal.SIGTERM)
+        status = status or (0 if child.process.returncode in clean else 1)
     console.print("stopped")
     return status
