@@ -17,7 +17,7 @@ from tests.system.test_pair import prompt
 
 pytestmark = pytest.mark.system
 # Writes so small that a handover lasts: what is in flight can be interrupted.
-SLOW_TRANSFER = ("--transfer-run-bytes", "256", "--transfer-batch-runs", "1")
+SLOW_TRANSFER = ("--transfer-run-bytes", "1024", "--transfer-batch-runs", "1")
 LIMIT_S = 1.0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import httpx
 
-from common.rpc.gen.dsv4pd.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from common.rpc.gen.dsv4pd.v1 import admin_pb2, admin_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc
 from tests.support.processes import Service
 
 
@@ -82,10 +82,14 @@ class Cluster:
 
     def wait_phase(self, service: Service, name: str, timeout_s: float = 20.0) -> None:
         end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            if self.phase(service, name):
-                return
-            time.sleep(0.005)
+        # One channel for all questions: a phase may last but a moment.
+        with grpc.insecure_channel(service.address) as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)
+            while time.monotonic() < end:
+                status = admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+                if any(p.requests for p in status.phases if p.phase == name):
+                    return
+                time.sleep(0.002)
         raise AssertionError(f"{service.name} never showed phase {name}: {service.status()}")
 
     def generate(self, request_id: str, token_ids: Sequence[int], max_tokens: int = 16, **sampling: Any) -> Answer:
