@@ -26,8 +26,9 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises ValueError for another width and for values that aren't finite.
     """
-    _check(rows, ROW_VALUES, "row")
     rounded = rows.to(torch.bfloat16)
+    # Rounded first: the largest fp32 values are infinite in bf16.
+    _check(rounded, ROW_VALUES, "row")
     blocks = rounded[:, :NOPE_VALUES].float().view(-1, _BLOCKS, SCALE_BLOCK)
     exponent = scale_exponents(blocks.abs().amax(-1))
     # 2^(127 - byte): the exponent field of the reciprocal is 254 - byte.

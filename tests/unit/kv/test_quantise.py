@@ -78,6 +78,15 @@ def test_values_that_are_not_finite_are_refused(bad: float, column: int):
         quantise_index_keys(keys)
 
 
+def test_values_that_are_infinite_in_bf16_are_refused():
+    rows = torch.zeros(2, 512)
+    rows[1, 3] = 3.4e38
+    with pytest.raises(ValueError, match="row 1 of 2 holds NaN or infinity"):
+        quantise_rows(rows)
+    rows[1, 3] = 3e38
+    assert dequantise_rows(*quantise_rows(rows))[1, 3].isfinite()
+
+
 def test_wrong_widths_are_refused():
     with pytest.raises(ValueError, match=r"must be \[n, 512\], got \[2, 511\]"):
         quantise_rows(torch.zeros(2, 511))
