@@ -35,7 +35,7 @@ class HotState:
 @dataclass(frozen=True)
 class HostRows:
     """Where the entries of a batch lie on the host: entry e of batch row b is row
-    table[b, e // 64] * 64 + e % 64 of pages. pages [n, page_bytes] uint8, table [B, pages] int32."""
+    table[b, e // 64] * 64 + e % 64 of pages. pages [n, page_bytes] uint8, table [B, pages] int64 or int32."""
 
     pages: Tensor
     table: Tensor
@@ -77,8 +77,8 @@ class KVKernels(Protocol):
         """Makes the selected entries of a batch resident and says where.
 
         selected [B, K] int64 entry ids, -1 = none, duplicates allowed; slots [B] int64, -1 = padding row (its
-        output is -1 and no state is touched); counts [B] int64: complete entries of each sequence, the newest
-        included. Returns rows of hot.pages, [B, K] int64, -1 for none.
+        output is -1 and no state is touched), otherwise distinct; counts [B] int64: complete entries of each
+        sequence, the newest included. Returns rows of hot.pages, [B, K] int64, -1 for none.
 
         A sequence with counts <= D holds entry e at row e of its slot. Otherwise entry counts-1 is at the
         newest-entry row; a hit keeps its row; the m-th miss, in the order of `selected`, takes the m-th least

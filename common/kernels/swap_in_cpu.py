@@ -18,11 +18,10 @@ def swap_in(selected: Tensor, slots: Tensor, counts: Tensor, host: HostRows, hot
     base = (slots * hot.rows_per_slot)[:, None]
     out = torch.where(wanted, base + selected, -1)
     fits = counts <= hot.hot_rows
-    short = int((wanted & fits[:, None]).sum())
-    hot.counters[0] += short
     long = (active & ~fits).nonzero().flatten()
     if long.numel():
         out[long] = _swap_long(selected[long], slots[long], counts[long], host.table[long], host.pages, hot)
+    hot.counters[0] += (wanted & fits[:, None]).sum()
     return out
 
 
@@ -38,6 +37,9 @@ def check(selected: Tensor, slots: Tensor, counts: Tensor, host: HostRows, hot: 
         return
     if int(slots.min()) < -1 or int(slots.max()) >= hot.entries.shape[0]:
         raise ValueError(f"swap_in: slots {slots.tolist()} are not all in [-1, {hot.entries.shape[0]})")
+    taken = slots[slots >= 0]
+    if taken.unique().numel() != taken.numel():
+        raise ValueError(f"swap_in: slots {slots.tolist()} name a slot twice")
     over = selected >= counts[:, None]
     if bool(over.any()) or bool((selected < -1).any()):
         row = int((over | (selected < -1)).any(1).nonzero()[0])

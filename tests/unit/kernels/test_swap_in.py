@@ -120,6 +120,7 @@ def test_a_padding_row_between_real_ones_touches_no_recency():
         ([[0]], [-2], [5], r"not all in"),
         ([[0] * 5], [0], [5], "do not fit 4 hot rows"),
         ([[0], [0]], [0], [5, 5], "slots has 1 rows, selected has 2"),
+        ([[0], [0]], [1, 1], [5, 5], r"slots \[1, 1\] name a slot twice"),
         ([[0]], [0], [200], "need 4 host pages, table has 1"),
     ],
 )
@@ -130,3 +131,13 @@ def test_hostile_arguments_are_refused(selected: list[list[int]], slots: list[in
     )
     with pytest.raises(ValueError, match=message):
         KERNELS.swap_in(torch.tensor(selected), torch.tensor(slots), torch.tensor(counts), host, hot)
+
+
+def test_a_host_page_that_is_not_there_is_refused_and_no_state_changes():
+    hot = make_state(2, 4)
+    before = [tensor.clone() for tensor in (hot.entries, hot.recency, hot.counters, hot.pages)]
+    host = HostRows(torch.zeros(2, C4_PAGE.page_bytes, dtype=torch.uint8), torch.tensor([[0, 0], [0, 2]]))
+    with pytest.raises(ValueError, match=r"transfer_rows source: row 128 is not in \[0, 128\)"):
+        KERNELS.swap_in(torch.tensor([[1], [64]]), torch.tensor([0, 1]), torch.tensor([4, 100]), host, hot)
+    for tensor, old in zip((hot.entries, hot.recency, hot.counters, hot.pages), before, strict=True):
+        assert torch.equal(tensor, old)
