@@ -17,17 +17,35 @@ for argument in "$@"; do
     esac
 done
 torch_version=2.13.0
+
+# Done before, here, from the same files? Then there is nothing to do. What was set up for development runs too.
+fingerprint="$(cat deploy/setup.sh deploy/constraints.txt pyproject.toml | sha256sum | cut -d' ' -f1) $PWD"
+for done in "$variant$extras" "$variant,dev"; do
+    if [ "$(cat ".venv/.setup-$done" 2>/dev/null)" = "$fingerprint" ] &&
+        .venv/bin/python -c "import mooncake.engine" 2>/dev/null; then
+        echo "setup: ready ($done) in .venv (to start anew, remove .venv)"
+        exit 0
+    fi
+done
 packages="libibverbs1 librdmacm1 libnuma1 libcurl4"
 
 # --- system libraries: Mooncake needs them even for TCP -------------------------------------------------------
 missing=""
+# In a variable: grep -q ends the pipe early, which pipefail would take for a missing library.
+libraries=$(PATH="$PATH:/usr/sbin:/sbin" ldconfig -p)
 for package in $packages; do
-    library=${package%[0-9]*}
-    ldconfig -p | grep -q "$library.so" || missing="$missing $package"
+    grep -q "/${package%[0-9]*}\.so" <<<"$libraries" || missing="$missing $package"
 done
+if [ -n "$extras" ] && ! command -v make >/dev/null; then
+    missing="$missing make"
+fi
+command -v python3 >/dev/null || { echo "setup: python3 (3.11 or newer) is needed: apt-get install python3" >&2; exit 1; }
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing="$missing python3-venv"
 if [ -n "$missing" ]; then
-    if [ "$(id -u)" = 0 ]; then
+    if ! command -v apt-get >/dev/null; then
+        echo "setup: there is no apt-get here; install by your system's means what Debian calls:$missing" >&2
+        exit 1
+    elif [ "$(id -u)" = 0 ]; then
         sudo=""
     elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
         sudo="sudo"
@@ -38,7 +56,10 @@ if [ -n "$missing" ]; then
     fi
     $sudo apt-get update -qq
     # shellcheck disable=SC2086
-    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
+    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null || {
+        echo "setup: apt-get install$missing failed; install them by hand, then run this script again" >&2
+        exit 1
+    }
 fi
 python3 - <<'PY' || exit 1
 import sys
@@ -47,7 +68,8 @@ if sys.version_info < (3, 11):
     raise SystemExit(1)
 PY
 
-[ -x .venv/bin/python ] || python3 -m venv .venv
+rm -f .venv/.setup-*
+.venv/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv .venv
 python=.venv/bin/python
 pip="$python -m pip --disable-pip-version-check -q"
 
@@ -80,6 +102,11 @@ if [ "$variant" = cpu ]; then
     fi
 fi
 $pip install -c deploy/constraints.txt -e ".[$variant$extras]"
+installed=$($python -m pip list --disable-pip-version-check --format=freeze 2>/dev/null | grep -c '^mooncake-transfer-engine' || true)
+if [ "$installed" != 1 ]; then
+    echo "setup: $installed Mooncake packages are installed, exactly $mooncake must be" >&2
+    exit 1
+fi
 if [ "$variant" = cpu ]; then
     $python -c "import torch; assert torch.version.cuda is None, f'a CUDA build of torch was installed: {torch.__version__}'"
 fi
@@ -87,4 +114,5 @@ $python -c "import mooncake.engine" 2>/dev/null || {
     echo "setup: mooncake can't be imported; on Debian: apt-get install $packages" >&2
     exit 1
 }
+echo "$fingerprint" >".venv/.setup-$variant$extras"
 echo "setup: ready ($variant$extras) in .venv"
