@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -24,21 +25,22 @@ from safetensors.torch import save_file
 from common.model.small_checkpoint import stored_tensors
 from common.model.weight_names import expected_weights
 from tools.nano import dense_model
+from tools.nano.codec import BYTE_TOKENIZER, Codec
 from tools.nano.data import Text
 from tools.nano.dense_model import DenseModel
-from tools.nano.evaluate import exact_match, text_loss
+from tools.nano.evaluate import continuations, exact_match, text_loss
 from tools.nano.train import Plan, load_shards, nano_config, parsed_config, save_shards, train
 
 
-def export(model: DenseModel, folder: Path) -> None:
-    """config.json and model.safetensors: FP8 blocks for the matrices, BF16 and FP32 for the rest."""
-    config = parsed_config()
+def export(model: DenseModel, codec: Codec, folder: Path) -> None:
+    """config.json, tokenizer.json and model.safetensors: FP8 blocks for the matrices, BF16 and FP32 for the rest."""
+    config = parsed_config(codec.vocab_size)
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in expected_weights(config).items():
         table = model.tables.get(name)
         weight = table if table is not None else model.weights[name.replace(".", "/")].detach().float().cpu()
         tensors |= stored_tensors(name, weight, spec, "fp8")
-    data = nano_config() | {
+    data = nano_config(codec.vocab_size) | {
         "quantization_config": {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -50,12 +52,15 @@ def export(model: DenseModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
+    if codec.path.resolve() != (folder / "tokenizer.json").resolve():
+        shutil.copy(codec.path, folder / "tokenizer.json")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", choices=["base", "long"], required=True)
     parser.add_argument("--text", type=Path, required=True, help="made by tools/nano/corpus.py")
+    parser.add_argument("--tokenizer", type=Path, default=BYTE_TOKENIZER, help="default: plain bytes")
     parser.add_argument("--out", type=Path, required=True, help="for parameter shards and the log")
     parser.add_argument("--resume", type=Path, help="folder with parameter shards to begin from")
     parser.add_argument("--export", type=Path, help="folder for the checkpoint in the native format")
@@ -66,7 +71,7 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=65536)
     parser.add_argument("--most-pairs", type=int)
     parser.add_argument("--start-pairs", type=int, default=8)
-    parser.add_argument("--evaluate", type=int, nargs="*", default=[], help="prompt lengths in characters")
+    parser.add_argument("--evaluate", type=int, nargs="*", default=[], help="prompt lengths in tokens")
     parser.add_argument("--evaluate-n", type=int, default=200)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,23 +93,28 @@ def main() -> None:
         max_steps=options.max_steps,
         start_pairs=options.start_pairs,
     )
-    model = DenseModel(parsed_config(), options.seed).to(device)
+    codec = Codec(options.tokenizer)
+    model = DenseModel(parsed_config(codec.vocab_size), options.seed).to(device)
     print(f"{sum(p.numel() for p in model.weights.values())} parameters on {device}", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.resume:
         load_shards(model, options.resume)
-    text = Text(options.text)
-    train(model, plan, text, options.out / "training_log.jsonl")
+    text = Text(options.text, codec)
+    train(model, plan, text, codec, options.out / "training_log.jsonl")
     save_shards(model, options.out)
-    results = {"text_loss": text_loss(model, text, device), "time": time.strftime("%Y-%m-%d"), "recall": []}
-    for characters in options.evaluate:
-        found = exact_match(model, characters, options.evaluate_n, device)
+    results = {"text_loss": text_loss(model, text, codec, device), "time": time.strftime("%Y-%m-%d"), "recall": []}
+    for context in options.evaluate:
+        found = exact_match(model, codec, context, options.evaluate_n, device)
         print(found, flush=True)
         results["recall"].append(found)
+    if options.evaluate:
+        results["continuations"] = continuations(model, codec, 300, 0.6, device)
+        for prompt, written in results["continuations"].items():
+            print(f"--- {prompt}{written}", flush=True)
     (options.out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
-    print("text loss", results["text_loss"], flush=True)
+    print("text loss, nats a byte:", results["text_loss"], flush=True)
     if options.export:
-        export(model, options.export)
+        export(model, codec, options.export)
 
 
 if __name__ == "__main__":

@@ -19,35 +19,59 @@ from common.model.model import DeepSeekV4Model, PrefillChunk
 from common.model.quantised_weight import QuantisedWeight
 from tests.model.oracle import transformers_model
 from tests.support.local_kv import LocalSequence
-from tools.nano.data import EOS, OFFSET, Text, recall_batch
+from tools.nano.codec import BYTE_TOKENIZER, EOS, Codec, train_bpe
+from tools.nano.data import Text, recall_batch
 from tools.nano.dense_model import DenseModel, Options
 from tools.nano.train import Plan, load_shards, parsed_config, save_shards, train
 from tools.train_nano import export
+
+
+BYTES = Codec(BYTE_TOKENIZER)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     path = tmp_path_factory.mktemp("corpus") / "text.xz"
     path.write_bytes(lzma.compress(b"\0".join([Path(__file__).read_bytes() * 40] * 3)))
-    return Text(path)
+    return Text(path, BYTES)
 
 
-def test_questions_ask_for_records_with_their_own_values():
-    batch = recall_batch(np.random.default_rng(0), 3, 40, "cpu")
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe(iter([Path(__file__).read_text()]), 400, path)
+    return Codec(path)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_questions_ask_for_records_with_their_own_values(kind: str, bpe: Codec):
+    codec = bpe if kind == "bpe" else BYTES
+    batch = recall_batch(np.random.default_rng(0), codec, 3, 40, "cpu")
     assert batch.digits is not None
     for row in range(3):
         tokens = batch.tokens[row].tolist()
-        content = bytes(t - OFFSET for t in tokens if t >= OFFSET).decode()
+        content = codec.decode(tokens[: tokens.index(EOS)])
         records = dict(line.split("=") for line in content.split("\n") if "=" in line)
         records = {key[-4:]: value for key, value in records.items()}
         asked = [line.split("?") for line in content.split("\n") if "?" in line]
         assert len(asked) == 24
         assert all(records[key] == value for key, value in asked)
-        assert tokens.count(EOS) == 1
         for query, places in enumerate(batch.digits[row].tolist()):
-            assert "".join(chr(tokens[place + 1] - OFFSET) for place in places) == asked[query][1]
+            assert codec.decode([tokens[place + 1] for place in places]) == asked[query][1]
+            assert batch.weight[row, places].eq(1).all()
+        assert int(batch.weight[row].eq(1).sum()) == 96
         first = content.index(f"{asked[0][0]}={asked[0][1]}")
         assert content.index("?") - first >= WINDOW_CHARACTERS
+
+
+def test_a_bpe_keeps_digits_and_marks_apart_and_knows_its_bytes(bpe: Codec):
+    sentence = "def read(x):\n    return x == 1234 or x?\n"
+    tokens = bpe.encode(sentence)
+    assert len(tokens) < len(sentence)
+    assert bpe.decode(tokens) == sentence
+    assert int(bpe.byte_lengths[tokens].sum()) == len(sentence.encode())
+    assert bpe.byte_lengths[EOS] == 0
+    assert BYTES.record_tokens == 10
 
 
 def test_a_short_run_learns_exports_and_resumes(tmp_path: Path, text: Text):
@@ -70,6 +94,7 @@ def test_a_short_run_learns_exports_and_resumes(tmp_path: Path, text: Text):
             model,
             Plan(**{**plan.__dict__, "max_steps": 12, "seed": seed, "stage": "base" if seed < 2 else "long"}),
             text,
+            BYTES,
             tmp_path / "log.jsonl",
         )
     assert loss() < before - 0.3
@@ -79,7 +104,8 @@ def test_a_short_run_learns_exports_and_resumes(tmp_path: Path, text: Text):
     load_shards(again, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert all(torch.equal(again.tables[name], table) for name, table in model.tables.items())
-    export(model, tmp_path / "export")
+    export(model, BYTES, tmp_path / "export")
+    assert (tmp_path / "export" / "tokenizer.json").read_bytes() == BYTE_TOKENIZER.read_bytes()
     config = ModelConfig.from_file(tmp_path / "export")
     engine = DeepSeekV4Model(config, load_weights(tmp_path / "export", config))
     tokens = probe.tokens[0, :100]
@@ -132,7 +158,7 @@ def test_the_trained_form_and_transformers_agree_on_the_shipped_checkpoint():
     weights = _unpacked(SHIPPED)
     model = DenseModel(config, 0)
     model.tables = {name: weights[name] for name in model.tables}
-    tokens = torch.randint(OFFSET, config.vocab_size, (1, 600), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(4, config.vocab_size, (1, 600), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         for key, parameter in model.weights.items():
             parameter.copy_(weights[key.replace("/", ".")])

@@ -1,7 +1,7 @@
 """Builds the text that dsv4-nano is trained on: Python's standard library and documentation sources.
 
 Both come with Python (package python3.11-doc on Debian for the second) under the PSF licence. Output: one xz
-file of bytes, documents separated by a NUL byte, in a seeded order.
+file of bytes, documents separated by a NUL byte, in a seeded order; with --bpe also a tokenizer trained on them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import lzma
 import random
 import sysconfig
 from pathlib import Path
+
+from tools.nano.codec import train_bpe
 
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "encodings"}
 
@@ -31,10 +33,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--docs", type=Path, default=Path("/usr/share/doc/python3.11/html/_sources"))
+    parser.add_argument("--bpe", type=Path, help="write a byte-level BPE tokenizer.json here")
+    parser.add_argument("--bpe-vocab", type=int, default=1536, help="its tokens, special ones included")
     options = parser.parse_args()
     texts = documents(options.docs)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_bytes(lzma.compress(b"\0".join(texts)))
+    if options.bpe:
+        # Without the held-out hundredth at the end, see tools/nano/data.py.
+        train_bpe((text.decode() for text in texts[: -len(texts) // 50]), options.bpe_vocab, options.bpe)
     print(f"{len(texts)} documents, {sum(map(len, texts))} bytes, {options.out.stat().st_size} compressed")
 
 

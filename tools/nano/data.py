@@ -1,4 +1,4 @@
-"""Batches: recall sequences made on the fly and windows of text. Token = byte + 4; 0 = bos, 1 = eos."""
+"""Batches: recall sequences made on the fly and windows of text, in the tokens of a codec."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.evaluation.recall import RECORD_CHARACTERS, WINDOW_CHARACTERS
+from common.evaluation.recall import KEY_LETTERS, VALUE_DIGITS, WINDOW_CHARACTERS
+from tools.nano.codec import EOS, Codec
 
-OFFSET = 4
-EOS = 1
 QUERIES = 24
-NEWLINE, EQUALS, QUESTION = (ord(c) + OFFSET for c in "\n=?")
 
 
 @dataclass(frozen=True)
@@ -30,65 +28,57 @@ class Batch:
     digits: Tensor | None
 
 
-def recall_batch(rng: np.random.Generator, sequences: int, pairs: int, device: str) -> Batch:
-    """`sequences` documents of `pairs` records and 24 questions (fewer when there are few records)."""
-    records, answer_tokens = RECORD_CHARACTERS, 4
-    length = 7 + (pairs + QUERIES) * records + 1
-    tokens = np.full((sequences, length), NEWLINE, dtype=np.int64)
+def recall_batch(rng: np.random.Generator, codec: Codec, sequences: int, pairs: int, device: str) -> Batch:
+    """`sequences` documents of `pairs` records and 24 questions; shorter ones are filled up with ends of sequence."""
+    made = [_recall_document(rng, codec, pairs) for _ in range(sequences)]
+    length = max(len(tokens) for tokens, _ in made)
+    tokens = np.full((sequences, length), EOS, dtype=np.int64)
     weight = np.zeros((sequences, length - 1), dtype=np.float32)
-    digits = np.zeros((sequences, QUERIES, answer_tokens), dtype=np.int64)
-    letters = rng.integers(0, 26**4, (sequences, pairs * 2))
-    values = rng.integers(0, 10, (sequences, pairs, 4))
-    near = WINDOW_CHARACTERS // records + 1
-    for row in range(sequences):
-        offset = int(rng.integers(0, 8))
-        keys = np.unique(letters[row])
-        rng.shuffle(keys)
-        keys = _spelled(keys[:pairs])
-        table = np.empty((len(keys), records), dtype=np.int64)
-        table[:, :4] = keys
-        table[:, 4] = EQUALS
-        table[:, 5:9] = values[row, : len(keys)] + ord("0") + OFFSET
-        table[:, 9] = NEWLINE
-        tokens[row, :offset] = rng.integers(97, 123, offset) + OFFSET
-        begin = offset + table.size
-        tokens[row, offset:begin] = table.reshape(-1)
-        asked: list[int] = []
-        for query in range(QUERIES):
-            # Neither a record nor its earlier answer lies inside the window, where there is room for that.
-            old = max(len(keys) - max(near - query, 0), 1)
-            recent = set(asked[-near:])
+    digits = np.stack([places for _, places in made])
+    for row, (document, places) in enumerate(made):
+        tokens[row, : len(document)] = document
+        weight[row, places.reshape(-1)] = 1
+        weight[row, places[:, -1] + 1] = 0.2  # the newline behind an answer
+        weight[row, len(document) - 2] = 0.2
+    asked = digits.reshape(sequences, -1)
+    return Batch(*(torch.from_numpy(a).to(device) for a in (tokens, weight, asked, digits)))
+
+
+def _recall_document(rng: np.random.Generator, codec: Codec, pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and [24, 4] positions that predict the digits of the answers."""
+    near = WINDOW_CHARACTERS // codec.least_record_tokens + 1
+    spelled = np.unique(rng.integers(97, 123, (pairs * 2, KEY_LETTERS)).astype(np.uint8), axis=0)
+    rng.shuffle(spelled)
+    keys = codec.encode_many([bytes(key).decode() for key in spelled[:pairs]])
+    values = codec.digits[rng.integers(0, 10, (len(keys), VALUE_DIGITS))].tolist()
+    tokens = codec.encode(bytes(rng.integers(97, 123, int(rng.integers(0, 8))).astype(np.uint8)).decode())
+    for key, value in zip(keys, values, strict=True):
+        tokens += [*key, codec.equals, *value, codec.newline]
+    asked: list[int] = []
+    places: list[int] = []
+    for query in range(QUERIES):
+        # Neither a record nor its earlier answer lies inside the window, where there is room for that.
+        old = max(len(keys) - max(near - query, 0), 1)
+        recent = set(asked[-near:])
+        pick = int(rng.integers(0, old))
+        for _ in range(8):
+            if pick not in recent:
+                break
             pick = int(rng.integers(0, old))
-            for _ in range(8):
-                if pick not in recent:
-                    break
-                pick = int(rng.integers(0, old))
-            asked.append(pick)
-        lines = table[asked].copy()
-        lines[:, 4] = QUESTION
-        tokens[row, begin : begin + lines.size] = lines.reshape(-1)
-        first = begin + np.arange(QUERIES)[:, None] * records + 4 + np.arange(4)
-        digits[row] = first
-        weight[row, first.reshape(-1)] = 1
-        weight[row, (first[:, -1] + 1)] = 0.2  # the newline behind an answer
-        end = begin + lines.size
-        tokens[row, end] = EOS
-        weight[row, end - 1] = 0.2 if end - 1 < length - 1 else 0
-    asked_at = digits.reshape(sequences, -1)
-    return Batch(*(torch.from_numpy(a).to(device) for a in (tokens, weight, asked_at, digits)))
-
-
-def _spelled(keys: np.ndarray) -> np.ndarray:
-    letters = np.stack([keys // 26**power % 26 for power in range(4)], axis=1)
-    return letters + ord("a") + OFFSET
+        asked.append(pick)
+        tokens += [*keys[pick], codec.question]
+        places.append(len(tokens) - 1)
+        tokens += [*values[pick], codec.newline]
+    tokens.append(EOS)
+    return np.array(tokens, dtype=np.int64), np.array(places)[:, None] + np.arange(VALUE_DIGITS)
 
 
 class Text:
     """Windows of the corpus; the last hundredth is held out."""
 
-    def __init__(self, path: Path) -> None:
-        raw = np.frombuffer(lzma.decompress(path.read_bytes()), dtype=np.uint8).astype(np.int64)
-        tokens = np.where(raw == 0, EOS, raw + OFFSET)
+    def __init__(self, path: Path, codec: Codec) -> None:
+        documents = [raw.decode() for raw in lzma.decompress(path.read_bytes()).split(b"\0")]
+        tokens = np.concatenate([np.array([*ids, EOS], dtype=np.int64) for ids in codec.encode_many(documents)])
         split = len(tokens) - len(tokens) // 100
         self.train, self.held_out = tokens[:split], tokens[split:]
 

@@ -19,7 +19,8 @@ from torch.multiprocessing import Value
 from torch.utils.data import DataLoader, IterableDataset
 
 from common.model.config import ModelConfig
-from tools.nano.data import Batch, Text, recall_batch
+from tools.nano.codec import Codec
+from tools.nano.data import QUERIES, Batch, Text, recall_batch
 from tools.nano.dense_model import DenseModel, Options
 
 SHARD_BYTES = 12 << 20
@@ -45,8 +46,8 @@ class Plan:
 class _Batches(IterableDataset[Any]):
     """Alternates recall and text; `pairs` is the curriculum's present length, shared with the workers."""
 
-    def __init__(self, plan: Plan, text: Text, pairs: Any) -> None:
-        self.plan, self.text, self.pairs = plan, text, pairs
+    def __init__(self, plan: Plan, text: Text, codec: Codec, pairs: Any) -> None:
+        self.plan, self.text, self.codec, self.pairs = plan, text, codec, pairs
 
     def __iter__(self) -> Iterator[Batch]:
         info = torch.utils.data.get_worker_info()
@@ -55,7 +56,7 @@ class _Batches(IterableDataset[Any]):
             [self.plan.seed, worker, 17 if self.plan.stage == "long" else 0, self.plan.start_pairs]
         )
         while True:
-            yield recall_batch(rng, *self._size(rng), "cpu")
+            yield recall_batch(rng, self.codec, *self._size(rng), "cpu")
             length = min(1024, self.plan.step_tokens // 4)
             yield self.text.batch(rng, max(1, self.plan.step_tokens // 2 // length), length, "cpu")
 
@@ -65,13 +66,13 @@ class _Batches(IterableDataset[Any]):
             pairs = int(rng.choice([n for n in (60, 190, 400, 800, 1600) if n <= most] or [most]))
         else:
             pairs = most if rng.random() < 0.5 else int(rng.integers(8, most + 1))
-        return max(1, self.plan.step_tokens // (10 * (pairs + 24) + 8)), pairs
+        return max(1, int(self.plan.step_tokens / (self.codec.record_tokens * (pairs + QUERIES) + 8))), pairs
 
 
-def train(model: DenseModel, plan: Plan, text: Text, log_path: Path) -> None:
+def train(model: DenseModel, plan: Plan, text: Text, codec: Codec, log_path: Path) -> None:
     """Trains in place until the time is over; appends JSON lines to the log."""
     pairs = Value("d", float(plan.start_pairs if plan.stage == "base" else plan.most_pairs))
-    loader = DataLoader(_Batches(plan, text, pairs), batch_size=None, num_workers=plan.workers,
+    loader = DataLoader(_Batches(plan, text, codec, pairs), batch_size=None, num_workers=plan.workers,
                         prefetch_factor=2 if plan.workers else None, pin_memory=plan.device == "cuda")  # fmt: skip
     decayed = [p for n, p in model.weights.items() if p.dim() == 2 and "norm" not in n]
     rest = [p for n, p in model.weights.items() if not (p.dim() == 2 and "norm" not in n)]
@@ -200,15 +201,16 @@ def load_shards(model: DenseModel, folder: Path) -> None:
     model.tables = tables
 
 
-def nano_config() -> dict[str, Any]:
+def nano_config(vocab_size: int = 260) -> dict[str, Any]:
     from common.model.small_checkpoint import small_config
 
     return small_config(
+        vocab_size=vocab_size,
         hc_sinkhorn_iters=8,
         index_n_heads=8,
         max_position_embeddings=65536,
     )
 
 
-def parsed_config() -> ModelConfig:
-    return ModelConfig.from_dict(nano_config())
+def parsed_config(vocab_size: int = 260) -> ModelConfig:
+    return ModelConfig.from_dict(nano_config(vocab_size))
