@@ -83,6 +83,13 @@ class ServiceSettings(BaseSettings):
         return cls.model_construct(**loaded.model_dump())
 
 
+class WorkerSettings(ServiceSettings):
+    """What the prefill and the decode service's settings have in common besides."""
+
+    register_with: str = Field("", description="registries of routers, host:port, comma separated, to register with")
+    advertise_address: str = Field("", description="host:port where routers reach this worker; empty: where it listens")
+
+
 def _config_file(flags: list[str], prefix: str) -> Path | None:
     """Takes `--config FILE` out of `flags`, or reads the environment; a missing file is an error."""
     name = os.environ.get(f"{prefix}CONFIG")

@@ -30,11 +30,16 @@ class ErrorReason(Enum):
     DECODE_UNAVAILABLE = 17
 
 
+# Who answers so has not begun.
+_REFUSALS = (ErrorReason.QUEUE_FULL, ErrorReason.DRAINING)
+
+
 class ServiceError(Exception):
     """An error with a reason that every service and client can act on.
 
     `field` names what is at fault, `ours` and `theirs` are the values that disagree (as text),
-    `retry_after_s` is a hint in seconds, 0 where retrying at once is as good.
+    `retry_after_s` is a hint in seconds, 0 where retrying at once is as good. `not_begun`: nothing was done for the
+    request, so that sending it elsewhere does nothing twice.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class ServiceError(Exception):
         ours: object = "",
         theirs: object = "",
         retry_after_s: float = 0.0,
+        not_begun: bool = False,
     ) -> None:
         super().__init__(message)
         self.reason = reason
@@ -54,6 +60,7 @@ class ServiceError(Exception):
         self.ours = str(ours)
         self.theirs = str(theirs)
         self.retry_after_s = retry_after_s
+        self.not_begun = not_begun or reason in _REFUSALS
 
     def __repr__(self) -> str:
         return f"ServiceError({self.reason.name}, {self.message!r}, field={self.field!r})"

@@ -20,6 +20,7 @@ from common.model.model_hash import model_hash
 from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, decode_pb2_grpc
 from common.rpc.identity import new_incarnation
+from common.rpc.registration import Registration
 from common.rpc.worker import WorkerServer, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
@@ -50,7 +51,7 @@ def main() -> None:
     try:
         asyncio.run(serve(settings))
         ignore_signals()
-    except (ConfigError, CheckpointError, SettingsError, TransferUnavailableError, OSError) as error:
+    except (ConfigError, CheckpointError, ValueError, TransferUnavailableError, OSError) as error:
         structlog.get_logger().error("decode can't start", detail=str(error))
         sys.exit(1)
 
@@ -90,6 +91,7 @@ async def serve(settings: DecodeSettings) -> None:
     layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
     model = DeepSeekV4Model(config, load_weights(settings.model, config))
     incarnation = new_incarnation("decode")
+    registration = Registration(settings, incarnation)
     metrics = DecodeMetrics()
     kernels = cpu_kernels()
     seed = settings.shuffle_allocators if settings.shuffle_allocators >= 0 else None
@@ -142,6 +144,7 @@ async def serve(settings: DecodeSettings) -> None:
     engine.start()
     address = await worker.start(settings.host, settings.port, settings.port_file)
     await worker.set_ready(True)
+    registration.start(address)
     log.info(
         "decode ready",
         address=address,
@@ -153,6 +156,7 @@ async def serve(settings: DecodeSettings) -> None:
         pool_bytes={use.name: use.total * item_bytes[use.name] for use in pools.use()},
     )
     await stop.wait()
+    await registration.close()
     left = await admin.drain(settings.drain_timeout_s)
     # Unregister before anything else goes: no peer may write into memory that is being given back.
     transfer.close()

@@ -84,7 +84,7 @@ class PrefillPeer:
         try:
             reply = await self._say_hello(request)
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self._error(error, begun=False) from None
         theirs = layout_messages.from_message(reply.layout)
         layout_messages.check_same(self._layout, theirs, f"prefill {self.address}")
         self._known = reply.callee.id
@@ -150,7 +150,7 @@ class PrefillPeer:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 self._known = ""
-            raise self._error(error) from None
+            raise self._error(error, begun=request.prefill_answered) from None
         finally:
             stream.cancel()
         raise ServiceError(ErrorReason.PREFILL_FAILED, f"prefill {self.address} ended its stream without a result")
@@ -204,19 +204,21 @@ class PrefillPeer:
             transfer_timeout_s=self._settings.transfer_timeout_s,
         )
 
-    def _error(self, error: grpc.aio.AioRpcError) -> ServiceError:
+    def _error(self, error: grpc.aio.AioRpcError, *, begun: bool) -> ServiceError:
+        """`begun`: the service had taken the request."""
         made = from_rpc_error(error, ErrorReason.PREFILL_UNAVAILABLE)
-        if made.reason is ErrorReason.PREFILL_UNAVAILABLE:
-            return self._unreachable(str(error.details()))
-        return made
-
-    def _unreachable(self, detail: str) -> ServiceError:
+        if made.reason is ErrorReason.INTERNAL:
+            # Its fault, not ours: routers count it against the right worker.
+            return ServiceError(ErrorReason.PREFILL_FAILED, f"prefill {self.address}: {made.message}")
+        if made.reason is not ErrorReason.PREFILL_UNAVAILABLE:
+            return made
         return ServiceError(
             ErrorReason.PREFILL_UNAVAILABLE,
-            f"prefill {self.address} is not reachable: {detail}",
+            f"prefill {self.address} is not reachable: {error.details()}",
             field="prefill_address",
             theirs=self.address,
             retry_after_s=1.0,
+            not_begun=not begun,
         )
 
 

@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from common.config import Port, Seconds, ServiceSettings
+from common.config import Port, Seconds, WorkerSettings
 
 Positive = Annotated[int, Field(gt=0)]
 
 
-class DecodeSettings(ServiceSettings):
+class DecodeSettings(WorkerSettings):
     """`dsv4-pd decode --help` lists these; each is also an environment variable DSV4PD_DECODE_<NAME>."""
 
     service: ClassVar[str] = "decode"

@@ -19,6 +19,7 @@ from common.model.model_hash import model_hash
 from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, prefill_pb2_grpc
 from common.rpc.identity import new_incarnation
+from common.rpc.registration import Registration
 from common.rpc.worker import WorkerServer, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
@@ -47,7 +48,7 @@ def main() -> None:
     try:
         asyncio.run(serve(settings))
         ignore_signals()
-    except (ConfigError, CheckpointError, SettingsError, TransferUnavailableError, OSError) as error:
+    except (ConfigError, CheckpointError, ValueError, TransferUnavailableError, OSError) as error:
         structlog.get_logger().error("prefill can't start", detail=str(error))
         sys.exit(1)
 
@@ -85,6 +86,7 @@ async def serve(settings: PrefillSettings) -> None:
     layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
     model = DeepSeekV4Model(config, load_weights(settings.model, config))
     incarnation = new_incarnation("prefill")
+    registration = Registration(settings, incarnation)
     metrics = PrefillMetrics()
     transfer = TransferEngine(
         EngineSettings(
@@ -133,8 +135,10 @@ async def serve(settings: PrefillSettings) -> None:
     engine.start()
     address = await worker.start(settings.host, settings.port, settings.port_file)
     await worker.set_ready(True)
+    registration.start(address)
     log.info("prefill ready", address=address, incarnation=incarnation.id, max_context_tokens=limit)
     await stop.wait()
+    await registration.close()
     left = await admin.drain(settings.drain_timeout_s)
     engine.stop(5.0)
     drained = await asyncio.to_thread(sender.close, 5.0)

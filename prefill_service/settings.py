@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from common.config import Port, Seconds, ServiceSettings
+from common.config import Port, Seconds, WorkerSettings
 from common.kv.layout import LOGICAL_PAGE_TOKENS
 
 Positive = Annotated[int, Field(gt=0)]
 
 
-class PrefillSettings(ServiceSettings):
+class PrefillSettings(WorkerSettings):
     """`dsv4-pd prefill --help` lists these; each is also an environment variable DSV4PD_PREFILL_<NAME>."""
 
     service: ClassVar[str] = "prefill"

@@ -23,11 +23,15 @@ from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from common.version import VERSION
 from router_service import errors
+from router_service.breaker import BreakerSettings
+from router_service.client_context import client_context, from_headers
 from router_service.completions import Completion
 from router_service.disconnect import ClientGoneError, unless_disconnected
 from router_service.errors import HTTPError
 from router_service.generate import Piece
-from router_service.metrics import RouterMetrics
+from router_service.lanes import Lanes
+from router_service.metrics import RouterMetrics, publish_workers
+from router_service.placement import PlacementSettings
 from router_service.protocol import CompletionRequest
 from router_service.settings import RouterSettings
 from router_service.workers import WorkerPool
@@ -56,7 +60,11 @@ class RouterState:
             settings.addresses("decode"),
             settings.poll_interval_s,
             settings.poll_timeout_s,
+            breaker=BreakerSettings(settings.breaker_failures, settings.breaker_open_s),
+            placement=PlacementSettings(settings.prefix_affinity_tokens, settings.affinity_slack_tokens),
+            lanes=Lanes(settings.max_dispatched, settings.max_waiting, self.metrics.queue_seconds.observe),
         )
+        publish_workers(self.metrics, self.workers)
         self.draining = False
         self.in_flight = 0
 
@@ -80,6 +88,7 @@ class RequestIdMiddleware:
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id)
         scope["request_id"] = request_id
+        client_context.set(from_headers(headers))
         received = 0
         begun = False
 
@@ -282,8 +291,8 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
         usable = {
-            "prefill": {w.address: w.problem or "usable" for w in state.workers.prefill},
-            "decode": {w.address: w.problem or "usable" for w in state.workers.decode},
+            "prefill": {w.address: w.trouble or "usable" for w in state.workers.prefill},
+            "decode": {w.address: w.trouble or "usable" for w in state.workers.decode},
         }
         is_ready = state.workers.ready and not state.draining
         shown = {"ready": is_ready, "draining": state.draining, "workers": usable}
@@ -295,6 +304,4 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
 
     @app.api_route("/metrics", methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
     async def metrics() -> Response:
-        state.metrics.usable.labels("prefill").set(sum(w.usable for w in state.workers.prefill))
-        state.metrics.usable.labels("decode").set(sum(w.usable for w in state.workers.decode))
         return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -15,9 +15,11 @@ from common.model.tokenizer import Tokenizer
 from common.rpc.errors import from_rpc_error
 from common.rpc.gen.dsv4pd.v1 import common_pb2, decode_pb2
 from router_service.detokenise import IncrementalDetokeniser, StopFinder
-from router_service.workers import Worker, WorkerPool
+from router_service.placement import HOST_PAGE_TOKENS
+from router_service.trial import Trial, may_go_elsewhere
+from router_service.worker import Worker
+from router_service.workers import WorkerPool
 
-HOST_PAGE_TOKENS = 256
 _REASONS = {
     decode_pb2.FINISH_REASON_STOP: "stop",
     decode_pb2.FINISH_REASON_LENGTH: "length",
@@ -61,39 +63,55 @@ async def run_choice(
 ) -> AsyncGenerator[Piece]:
     """Pieces until the choice is finished. Closing the iterator ends the request on the workers.
 
-    Another worker is tried only when the first could not be reached or refused as it drains, that is before
-    anything was dispatched; `on_dispatched` is called when a worker has begun. Raises ServiceError.
+    Other workers are tried only when one could not be reached or refused before it began; `on_dispatched` is called
+    when a worker has begun. Raises ServiceError.
     """
-    prompt_tokens = len(choice.token_ids)
-    tried: frozenset[str] = frozenset()
-    while True:
-        decode = workers.pick_decode(prompt_tokens + choice.sampling.max_tokens, tried)
-        prefill = workers.pick_prefill(prompt_tokens)
-        events = _events(choice, decode, prefill)
-        try:
-            first = await anext(events)
-        except ServiceError as error:
-            await events.aclose()
-            if error.reason not in (ErrorReason.DECODE_UNAVAILABLE, ErrorReason.DRAINING):
+    async with workers.lanes.slot(choice.priority, choice.queue_timeout_s):
+        no_decode: frozenset[str] = frozenset()
+        no_prefill: frozenset[str] = frozenset()
+        refusal: ServiceError | None = None
+        while True:
+            try:
+                decode = workers.pick_decode(len(choice.token_ids) + choice.sampling.max_tokens, no_decode)
+                prefill = workers.pick_prefill(choice.token_ids, no_prefill)
+            except ServiceError:
+                if refusal is not None:
+                    raise refusal from None
                 raise
-            workers.failed(decode, error.message)
-            tried |= {decode.address}
-            continue
-        on_dispatched()
-        try:
-            async for piece in _pieces(choice, first, events, tokenizer):
-                yield piece
-        except ServiceError as error:
-            # Decode's own refusals come before it reserves memory: a later one is prefill's.
-            if error.reason in (ErrorReason.PREFILL_UNAVAILABLE, ErrorReason.DRAINING):
-                workers.failed(prefill, error.message)
-            raise
-        finally:
-            await events.aclose()
-        return
+            trial = Trial(decode, prefill)
+            events = _events(choice, decode, prefill, attempt=len(no_decode) + len(no_prefill))
+            shown = False
+            try:
+                first = await anext(events, None)
+                if first is None:
+                    raise ServiceError(ErrorReason.INTERNAL, "the decode service ended its stream without an event")
+                trial.reserved = True
+                on_dispatched()
+                async for piece in _pieces(choice, first, events, tokenizer):
+                    shown = True
+                    yield piece
+                trial.succeeded()
+                return
+            except ServiceError as error:
+                trial.failed(error)
+                if shown or not may_go_elsewhere(error, reserved=trial.reserved):
+                    raise
+                # Decode's own refusals come before it reserves memory: a later one is prefill's.
+                if trial.reserved:
+                    no_prefill |= {prefill.address}
+                else:
+                    no_decode |= {decode.address}
+                # The last worker's answer is the client's, unless that was absent like all others.
+                if trial.reserved or error.reason is ErrorReason.QUEUE_FULL:
+                    refusal = error
+            finally:
+                trial.end()
+                await events.aclose()
 
 
-async def _events(choice: Choice, decode: Worker, prefill: Worker) -> AsyncGenerator[decode_pb2.GenerateEvent]:
+async def _events(
+    choice: Choice, decode: Worker, prefill: Worker, attempt: int
+) -> AsyncGenerator[decode_pb2.GenerateEvent]:
     """The call's events, with both workers' outstanding work counted while it lasts."""
     pages = -(-(len(choice.token_ids) + choice.sampling.max_tokens) // HOST_PAGE_TOKENS)
     decode.outstanding += pages
@@ -102,7 +120,8 @@ async def _events(choice: Choice, decode: Worker, prefill: Worker) -> AsyncGener
     prefill.requests += 1
     call = decode.decode.Generate(
         decode_pb2.GenerateRequest(
-            request_id=choice.request_id,
+            # Another name for another attempt: the first one's memory may not be given back yet.
+            request_id=f"{choice.request_id}-r{attempt}" if attempt else choice.request_id,
             prefill_address=prefill.address,
             token_ids=choice.token_ids,
             sampling=choice.sampling,

@@ -17,6 +17,7 @@ from common.model.config import ConfigError, ModelConfig
 from common.model.tokenizer import load_tokenizer
 from common.signals import ignore_signals, stop_on_signals
 from router_service.app import RouterState, make_app
+from router_service.registry_server import serve_registry
 from router_service.settings import RouterSettings
 
 # For connections that are still open when draining is over.
@@ -75,12 +76,14 @@ async def serve(settings: RouterSettings) -> None:
         partial.replace(settings.port_file)
     log = structlog.get_logger()
     log.info("router listens", address=address, model=state.model_name, workers_ready=state.workers.ready)
+    registry = await serve_registry(settings, state.workers)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     state.draining = True
     end = time.monotonic() + settings.drain_timeout_s
     while state.in_flight and time.monotonic() < end:
         await asyncio.sleep(0.02)
+    await registry.close()
     server.should_exit = True
     await serving
     log.info("router stopped", requests_left=state.in_flight)

@@ -1,79 +1,72 @@
-"""The workers: who is usable, how busy each is, which one takes the next request."""
+"""The workers: who is known, who is usable, which one takes the next request."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import grpc.aio
 import structlog
 
-from common.errors import ErrorReason, ServiceError
 from common.rpc.channels import open_channel
-from common.rpc.gen.dsv4pd.v1 import admin_pb2, admin_pb2_grpc, decode_pb2_grpc
+from common.rpc.gen.dsv4pd.v1 import admin_pb2
+from router_service.breaker import Breaker, BreakerSettings
+from router_service.client_context import client_context
+from router_service.lanes import Lanes
+from router_service.placement import PlacementSettings, choose_decode, choose_prefill, prefix_key
+from router_service.worker import Role, Worker
 
-
-@dataclass
-class Worker:
-    """One address. `load` is what its last status said, `outstanding` what this router has sent since."""
-
-    address: str
-    channel: grpc.aio.Channel
-    usable: bool = False
-    load: float = 0.0
-    outstanding: float = 0.0
-    context: int = 0
-    requests: int = 0
-    problem: str = "not asked yet"
-    admin: admin_pb2_grpc.AdminStub = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.admin = admin_pb2_grpc.AdminStub(self.channel)
-
-    @property
-    def decode(self) -> decode_pb2_grpc.DecodeStub:
-        return decode_pb2_grpc.DecodeStub(self.channel)
-
-
-def _free_host_pages(status: admin_pb2.GetStatusReply) -> float:
-    return float(sum(pool.free for pool in status.pools if pool.name == "host_c4"))
-
-
-def _queued_tokens(status: admin_pb2.GetStatusReply) -> float:
-    return float(sum(phase.tokens for phase in status.phases if phase.phase in ("queued", "computing")))
-
-
-def _long_enough(workers: list[Worker], tokens: int) -> list[Worker]:
-    """Those whose context holds so many tokens; all if none does, as a worker's own refusal names its limit."""
-    return [w for w in workers if w.context >= tokens] or workers
+__all__ = ["Worker", "WorkerPool"]
 
 
 class WorkerPool:
-    """Polls every worker; a worker that does not answer, is not ready or drains is not chosen until it is again."""
+    """Polls every worker; a worker that does not answer, is not ready or drains is not chosen until it is again.
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], interval_s: float, timeout_s: float) -> None:
-        self.prefill = [Worker(address, open_channel(address)) for address in prefill]
-        self.decode = [Worker(address, open_channel(address)) for address in decode]
+    Static workers are known for ever, others from `join` to `leave`.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        interval_s: float,
+        timeout_s: float,
+        *,
+        breaker: BreakerSettings | None = None,
+        placement: PlacementSettings | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._polls: list[asyncio.Task[None]] = []
+        self._breaker = breaker or BreakerSettings()
+        self._placement = placement or PlacementSettings()
+        self.lanes = lanes or Lanes(slots=1 << 20, max_waiting=0)
+        self._polls: dict[Worker, asyncio.Task[None]] = {}
+        self._closings: set[asyncio.Task[None]] = set()
+        self.prefill = [self._make("prefill", address, static=True) for address in prefill]
+        self.decode = [self._make("decode", address, static=True) for address in decode]
+
+    def _make(self, role: Role, address: str, *, static: bool) -> Worker:
+        return Worker(role, address, open_channel(address), static, Breaker(self._breaker))
 
     async def start(self) -> None:
-        await asyncio.gather(*(self._ask(worker) for worker in [*self.prefill, *self.decode]))
-        self._polls = [asyncio.create_task(self._poll(worker)) for worker in [*self.prefill, *self.decode]]
+        workers = [*self.prefill, *self.decode]
+        await asyncio.gather(*(self._ask(worker) for worker in workers))
+        for worker in workers:
+            self._watch(worker)
 
     async def close(self) -> None:
-        for poll in self._polls:
-            poll.cancel()
-        await asyncio.gather(*self._polls, return_exceptions=True)
+        tasks = [*self._polls.values(), *self._closings]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in [*self.prefill, *self.decode]:
             await worker.channel.close()
 
     @property
     def ready(self) -> bool:
         """At least one of each kind is usable."""
-        return any(w.usable for w in self.prefill) and any(w.usable for w in self.decode)
+        return any(w.can_take for w in self.prefill) and any(w.can_take for w in self.decode)
 
     @property
     def max_context_tokens(self) -> int:
@@ -81,34 +74,65 @@ class WorkerPool:
         return max((w.context for w in self.decode if w.usable), default=0)
 
     def pick_decode(self, tokens: int, tried: frozenset[str] = frozenset()) -> Worker:
-        """The usable worker with the most free host pages, of those that take `tokens` of prompt and output where
-        there are such. Raises ServiceError."""
-        usable = _long_enough([w for w in self.decode if w.usable and w.address not in tried], tokens)
-        if not usable:
-            raise ServiceError(ErrorReason.DECODE_UNAVAILABLE, self._why("decode", self.decode), retry_after_s=1.0)
-        return max(usable, key=lambda w: (w.load - w.outstanding, -w.requests))
+        """For `tokens` of prompt and output. Raises ServiceError."""
+        return choose_decode(self.decode, tokens, client_context.get().session, tried)
 
-    def pick_prefill(self, tokens: int) -> Worker:
-        """The usable worker with the fewest prompt tokens to compute, of those that take a prompt of `tokens` where
-        there are such. Raises ServiceError."""
-        usable = _long_enough([w for w in self.prefill if w.usable], tokens)
-        if not usable:
-            raise ServiceError(ErrorReason.PREFILL_UNAVAILABLE, self._why("prefill", self.prefill), retry_after_s=1.0)
-        return min(usable, key=lambda w: (w.load + w.outstanding, w.requests))
+    def pick_prefill(self, token_ids: Sequence[int], tried: frozenset[str] = frozenset()) -> Worker:
+        """For this prompt. Raises ServiceError."""
+        affinity = client_context.get().session or prefix_key(token_ids, self._placement.prefix_tokens)
+        return choose_prefill(self.prefill, len(token_ids), affinity, self._placement.slack_tokens, tried)
 
-    def failed(self, worker: Worker, problem: str) -> None:
-        """A call found the worker gone: don't choose it until it answers a poll."""
-        worker.usable = False
-        worker.problem = problem
+    def join(self, role: Role, address: str, incarnation: str) -> None:
+        """Makes a worker known, or knows it again; it is chosen once it answered."""
+        workers = self._of(role)
+        worker = next((w for w in workers if w.address == address), None)
+        if worker is None:
+            worker = self._make(role, address, static=False)
+            workers.append(worker)
+        elif worker.incarnation != incarnation:
+            worker.lost("another process has its address")
+        worker.leaving = False
+        # Asked at once, not only when the running wait is over.
+        self._watch(worker, at_once=True)
 
-    def _why(self, role: str, workers: Sequence[Worker]) -> str:
-        problems = "; ".join(f"{w.address}: {w.problem}" for w in workers)
-        return f"no {role} worker is usable ({problems})"
+    def leave(self, role: Role, address: str, problem: str) -> None:
+        """The worker is chosen no more; what it runs goes on."""
+        for worker in [w for w in self._of(role) if w.address == address]:
+            worker.lost(problem)
+            if worker.static:
+                continue
+            worker.leaving = True
+            closing = asyncio.create_task(self._forget(worker))
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
 
-    async def _poll(self, worker: Worker) -> None:
-        while True:
+    async def _forget(self, worker: Worker) -> None:
+        while worker.leaving and worker.requests:
             await asyncio.sleep(self._interval_s)
+        if not worker.leaving:
+            return  # it came back meanwhile
+        workers = self._of(worker.role)
+        if worker in workers:
+            workers.remove(worker)
+            poll = self._polls.pop(worker, None)
+            if poll is not None:
+                poll.cancel()
+            await worker.channel.close()
+
+    def _of(self, role: Role) -> list[Worker]:
+        return self.prefill if role == "prefill" else self.decode
+
+    def _watch(self, worker: Worker, *, at_once: bool = False) -> None:
+        before = self._polls.pop(worker, None)
+        if before is not None:
+            before.cancel()
+        self._polls[worker] = asyncio.create_task(self._poll(worker, 0.0 if at_once else self._interval_s))
+
+    async def _poll(self, worker: Worker, first_s: float) -> None:
+        await asyncio.sleep(first_s)
+        while True:
             await self._ask(worker)
+            await asyncio.sleep(self._interval_s)
 
     async def _ask(self, worker: Worker) -> None:
         try:
@@ -116,12 +140,9 @@ class WorkerPool:
         except grpc.aio.AioRpcError as error:
             if worker.usable:
                 structlog.get_logger().warning("worker lost", address=worker.address, detail=error.details())
-            self.failed(worker, f"{error.code().name}: {error.details()}")
+            worker.lost(f"{error.code().name}: {error.details()}")
             return
-        if not worker.usable and status.ready:
+        was_usable = worker.usable
+        worker.answered(status)
+        if worker.usable and not was_usable:
             structlog.get_logger().info("worker joined", address=worker.address, incarnation=status.incarnation.id)
-        worker.usable = status.ready and not status.draining
-        worker.problem = "" if worker.usable else "draining" if status.draining else "not ready"
-        worker.context = status.max_context_tokens
-        worker.load = _free_host_pages(status) if worker in self.decode else _queued_tokens(status)
-        worker.outstanding = 0.0

@@ -43,6 +43,7 @@ def to_status(error: ServiceError) -> grpc.Status:
         ours=error.ours,
         theirs=error.theirs,
         retry_after_s=error.retry_after_s,
+        not_begun=error.not_begun,
     )
     packed = any_pb2.Any()
     packed.Pack(detail)
@@ -73,6 +74,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, unavailable: ErrorReason) -> Ser
                         ours=detail.ours,
                         theirs=detail.theirs,
                         retry_after_s=detail.retry_after_s,
+                        not_begun=detail.not_begun,
                     )
     reasons = {
         grpc.StatusCode.UNAVAILABLE: unavailable,

@@ -78,6 +78,6 @@ async def test_a_worker_that_does_not_answer_in_time_is_not_used():
         with pytest.raises(ServiceError, match=f"no decode worker is usable \\({address}: "):
             pool.pick_decode(10)
         with pytest.raises(ServiceError, match="no prefill worker is usable"):
-            pool.pick_prefill(10)
+            pool.pick_prefill([1] * 10)
         await pool.close()
         silent.close()

@@ -231,17 +231,19 @@ class TokenLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("reason", "message", "field", "ours", "theirs", "retry_after_s")
+    __slots__ = ("reason", "message", "field", "ours", "theirs", "retry_after_s", "not_begun")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     OURS_FIELD_NUMBER: _ClassVar[int]
     THEIRS_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    NOT_BEGUN_FIELD_NUMBER: _ClassVar[int]
     reason: ErrorReason
     message: str
     field: str
     ours: str
     theirs: str
     retry_after_s: float
-    def __init__(self, reason: _Optional[_Union[ErrorReason, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., ours: _Optional[str] = ..., theirs: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    not_begun: bool
+    def __init__(self, reason: _Optional[_Union[ErrorReason, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., ours: _Optional[str] = ..., theirs: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., not_begun: _Optional[bool] = ...) -> None: ...
