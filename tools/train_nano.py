@@ -19,6 +19,9 @@ import shutil
 import time
 from pathlib import Path
 
+# Loader workers are forked and tokenize; threads of the tokenizer that were started before would deadlock there.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
 import torch
 from safetensors.torch import save_file
 
@@ -70,6 +73,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float)
     parser.add_argument("--step-tokens", type=int, default=65536)
     parser.add_argument("--most-pairs", type=int)
+    parser.add_argument("--workers", type=int, default=min(10, max(0, (os.cpu_count() or 1) - 2)))
+    parser.add_argument("--compile", action="store_true", help="faster steps after some 100 s; for long runs")
     parser.add_argument("--start-pairs", type=int, default=8)
     parser.add_argument("--evaluate", type=int, nargs="*", default=[], help="prompt lengths in tokens")
     parser.add_argument("--evaluate-n", type=int, default=200)
@@ -77,7 +82,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)
-    if device == "cuda":
+    if options.compile:
         for name in ("_hyper", "_spread"):
             setattr(dense_model, name, torch.compile(getattr(dense_model, name), dynamic=True))
     base = options.stage == "base"
@@ -89,7 +94,7 @@ def main() -> None:
         step_tokens=options.step_tokens,
         most_pairs=options.most_pairs or (190 if base else 1600),
         device=device,
-        workers=min(10, max(0, (os.cpu_count() or 1) - 2)),
+        workers=options.workers,
         max_steps=options.max_steps,
         start_pairs=options.start_pairs,
     )
@@ -102,19 +107,19 @@ def main() -> None:
     text = Text(options.text, codec)
     train(model, plan, text, codec, options.out / "training_log.jsonl")
     save_shards(model, options.out)
+    if options.export:
+        export(model, codec, options.export)
     results = {"text_loss": text_loss(model, text, codec, device), "time": time.strftime("%Y-%m-%d"), "recall": []}
     for context in options.evaluate:
         found = exact_match(model, codec, context, options.evaluate_n, device)
         print(found, flush=True)
         results["recall"].append(found)
     if options.evaluate:
-        results["continuations"] = continuations(model, codec, 300, 0.6, device)
+        results["continuations"] = continuations(model, codec, 200, 0.6, device)
         for prompt, written in results["continuations"].items():
             print(f"--- {prompt}{written}", flush=True)
     (options.out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
     print("text loss, nats a byte:", results["text_loss"], flush=True)
-    if options.export:
-        export(model, codec, options.export)
 
 
 if __name__ == "__main__":

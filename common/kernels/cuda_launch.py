@@ -57,7 +57,7 @@ class CupyLauncher:
             function = self._function(source, kernel)
             if shared_bytes > 48 * 1024 and function.max_dynamic_shared_size_bytes < shared_bytes:
                 function.max_dynamic_shared_size_bytes = shared_bytes
-            stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream(self.device).cuda_stream)
+            stream = self._stream(torch.cuda.current_stream(self.device).cuda_stream)
             with stream:
                 function(grid, (threads,), tuple(np.int64(value) for value in arguments), shared_mem=shared_bytes)
 

@@ -25,7 +25,6 @@ from tools.nano.dense_model import DenseModel, Options
 from tools.nano.train import Plan, load_shards, parsed_config, save_shards, train
 from tools.train_nano import export
 
-
 BYTES = Codec(BYTE_TOKENIZER)
 
 

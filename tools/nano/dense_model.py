@@ -296,8 +296,11 @@ def _hyper(
 
 
 def _spread(x: Tensor, made: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-    mixed = (mix.unsqueeze(-1) * x.unsqueeze(-2)).sum(-3)
-    return mixed + post.unsqueeze(-1) * made.unsqueeze(-2).float()
+    # Stream by stream: all products at once would be four times the streams' memory.
+    spread = post.unsqueeze(-1) * made.unsqueeze(-2).float()
+    for stream in range(x.shape[-2]):
+        spread = torch.addcmul(spread, mix[..., stream, :].unsqueeze(-1), x[..., stream, :].unsqueeze(-2))
+    return spread
 
 
 def _attend(

@@ -4,15 +4,15 @@
 // 2048; a key: reads 132, writes 512. A place of -1 gives zeros.
 #include "rows.cuh"
 
-// e4m3 * 2^-120, exact: fp32 has the same fields in other places and its exponent bias is 120 more.
-__device__ __forceinline__ float small_e4m3(u32 byte) {
-    return __uint_as_float((byte & 0x80u) << 24 | (byte & 0x7fu) << 20);
+// Exact, and without subnormal numbers on the way: CuPy compiles with -ftz=true, whatever it is asked for.
+__device__ __forceinline__ float from_e4m3(u32 byte) {
+    const u32 size = byte & 0x7fu, sign = (byte & 0x80u) << 24;
+    const float small = (float)size * 0.001953125f;  // steps of 2^-9 below 2^-6
+    return __uint_as_float(sign | (size < 8u ? __float_as_uint(small) : (size << 20) + (120u << 23)));
 }
 
-__device__ __forceinline__ float times_power(float small, u32 exponent) {
-    if (exponent <= 134u) return small * __uint_as_float((exponent + 120u) << 23);
-    return small * __uint_as_float(247u << 23) * __uint_as_float(exponent << 23);  // 247: 2^120
-}
+// 2^(exponent - 127); exponents below 105 are never packed.
+__device__ __forceinline__ float power(u32 exponent) { return __uint_as_float(exponent << 23); }
 
 extern "C" __global__ void __launch_bounds__(256)
 unpack_rows(const u8* pages, i64 page_count, i64 page_bytes, i64 rows_log2, const i64* places, i64 n, float* out,
@@ -43,9 +43,9 @@ unpack_rows(const u8* pages, i64 page_count, i64 page_bytes, i64 rows_log2, cons
             if (j < 3 || lane < 16) {
                 const u32 pair = (j < 2 ? scales.x : scales.y) >> (16 * (j & 1));
                 const u32 exponent = (lane < 16 ? pair : pair >> 8) & 0xffu;
-                target[32 * j + lane] = make_float4(
-                    times_power(small_e4m3(words[j]), exponent), times_power(small_e4m3(words[j] >> 8), exponent),
-                    times_power(small_e4m3(words[j] >> 16), exponent), times_power(small_e4m3(words[j] >> 24), exponent));
+                const float scale = power(exponent);
+                target[32 * j + lane] = make_float4(from_e4m3(words[j]) * scale, from_e4m3(words[j] >> 8) * scale,
+                                                    from_e4m3(words[j] >> 16) * scale, from_e4m3(words[j] >> 24) * scale);
             } else {
                 target[32 * j + lane] = make_float4(__uint_as_float(rope.x << 16), __uint_as_float(rope.x & 0xffff0000u),
                                                     __uint_as_float(rope.y << 16), __uint_as_float(rope.y & 0xffff0000u));
@@ -72,8 +72,7 @@ unpack_index_pages(const u8* pages, i64 page_count, i64 page_bytes, i64 rows_log
         const i64 place = (page << rows_log2) + row;
         const u32 word = *(const u32*)(source.data<128>(place) + 4 * lane);
         const float scale = *(const float*)(source.scale<128, 4>(place));
-        const float big = __uint_as_float(247u << 23);
-        *target = make_float4(small_e4m3(word) * big * scale, small_e4m3(word >> 8) * big * scale,
-                              small_e4m3(word >> 16) * big * scale, small_e4m3(word >> 24) * big * scale);
+        *target = make_float4(from_e4m3(word) * scale, from_e4m3(word >> 8) * scale, from_e4m3(word >> 16) * scale,
+                              from_e4m3(word >> 24) * scale);
     }
 }
