@@ -52,7 +52,8 @@ class Result:
     def __str__(self) -> str:
         rate = self.bytes_moved / self.seconds
         ratio = f"{rate / self.ceiling:6.1%}" if self.ceiling else "     -"
-        return f"{self.name:<58}{self.bytes_moved / 1e6:>10.2f} MB{self.seconds * 1e6:>11.1f} us{rate / 1e9:>9.1f} GB/s {ratio}"
+        size, time = f"{self.bytes_moved / 1e6:>10.2f} MB", f"{self.seconds * 1e6:>11.1f} us"
+        return f"{self.name:<58}{size}{time}{rate / 1e9:>9.1f} GB/s {ratio}"
 
 
 def graph_time(steps: list[Step], replays: int = 9) -> float:

@@ -87,6 +87,7 @@ class WorkerSettings(ServiceSettings):
     """What the prefill and the decode service's settings have in common besides."""
 
     register_with: str = Field("", description="registries of routers, host:port, comma separated, to register with")
+    device: str = Field("cpu", description="where to compute: cpu, cuda or cuda:N")
     advertise_address: str = Field("", description="host:port where routers reach this worker; empty: where it listens")
 
 

@@ -11,7 +11,7 @@ from common.kernels.interface import KVKernels
 from common.kv.layout import C128_PAGE, INDEX_PAGE, WINDOW_PAGE, WINDOW_TOKENS
 from common.kv.quantise import rotate_queries
 from common.model.kv_store import CacheKind
-from decode_service.device_pools import DevicePools
+from decode_service.device_pools import CPU, DevicePools
 from decode_service.hisparse import HiSparseCoordinator
 from decode_service.resources import RequestResources
 
@@ -29,15 +29,17 @@ class BatchTables:
     logical_pages: Tensor
 
     @classmethod
-    def of(cls, resources: list[RequestResources]) -> BatchTables:
+    def of(cls, resources: list[RequestResources], device: torch.device = CPU) -> BatchTables:
         def table(lists: list[tuple[int, ...]]) -> Tensor:
             width = max(1, *(len(pages) for pages in lists)) if lists else 1
-            return torch.tensor([[*pages, *([-1] * (width - len(pages)))] for pages in lists], dtype=torch.int64)
+            return torch.tensor(
+                [[*pages, *([-1] * (width - len(pages)))] for pages in lists], dtype=torch.int64, device=device
+            )
 
         return cls(
-            window=torch.tensor([r.window_slot for r in resources]),
-            state=torch.tensor([r.state_slot for r in resources]),
-            hot=torch.tensor([r.hot_slot for r in resources]),
+            window=torch.tensor([r.window_slot for r in resources], device=device),
+            state=torch.tensor([r.state_slot for r in resources], device=device),
+            hot=torch.tensor([r.hot_slot for r in resources], device=device),
             host_pages=table([r.host_pages for r in resources]),
             logical_pages=table([r.logical_pages for r in resources]),
         )
@@ -55,7 +57,7 @@ class PagedDecodeKV:
         self._device = device
         self._hisparse = hisparse
         self._kernels = kernels
-        back = torch.arange(WINDOW_TOKENS - 1, -1, -1)
+        back = torch.arange(WINDOW_TOKENS - 1, -1, -1, device=positions.device)
         place = positions[:, None] - back
         self._window_places = torch.where(
             place >= 0, tables.window[:, None] * WINDOW_PAGE.rows + place % WINDOW_PAGE.rows, -1
@@ -72,7 +74,7 @@ class PagedDecodeKV:
         state = self._device.states[layer, kind]
         count = state.shape[1]
         state[self._tables.state, self.positions % count] = rows
-        older = torch.arange(count - 1, -1, -1)
+        older = torch.arange(count - 1, -1, -1, device=rows.device)
         ring = (self.positions[closing, None] - older) % count
         return state[self._tables.state[closing, None], ring]
 
@@ -113,7 +115,7 @@ class PagedDecodeKV:
         padded = [-(-count // PAD_ENTRIES) * PAD_ENTRIES for count in counts]
         places: list[Tensor] = []
         for row, (count, size) in enumerate(zip(counts, padded, strict=True)):
-            entry = torch.arange(size)
+            entry = torch.arange(size, device=self.positions.device)
             pages = self._tables.logical_pages[row, (entry // C128_PAGE.rows).clamp(max=max(0, (count - 1) // 2))]
             places.append(torch.where(entry < count, pages * C128_PAGE.rows + entry % C128_PAGE.rows, -1))
         rows = self._kernels.unpack_rows(self._device.c128[layer], torch.cat(places), C128_PAGE)

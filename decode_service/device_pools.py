@@ -1,4 +1,4 @@
-"""Device-side pools of the cpu backend: index keys and C128 rows by logical page, window pages and compressor
+"""Device-side pools: index keys and C128 rows by logical page, window pages and compressor
 states by slot. All are registered, since prefill writes into them."""
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from common.transfer.ticket import ITEM_BYTES, Region, RegionKind, RegionTable
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.page_allocator import PageAllocator
 
+CPU = torch.device("cpu")
 _STATE_KINDS = {
     CacheKind.C4: RegionKind.STATE_C4,
     CacheKind.INDEX: RegionKind.STATE_INDEX,
@@ -46,18 +47,29 @@ class DevicePools:
     states: dict[tuple[int, CacheKind], Tensor]
 
     @classmethod
-    def of(cls, config: ModelConfig, logical_pages: int, slots: int, shuffle_seed: int | None = None) -> DevicePools:
+    def of(
+        cls, config: ModelConfig, logical_pages: int, slots: int, shuffle_seed: int | None = None,
+        device: torch.device = CPU,
+    ) -> DevicePools:  # fmt: skip
         c4, c128 = config.layers_of(4), config.layers_of(128)
-        states = {(layer, CacheKind.C4): torch.zeros(slots, STATE_C4_ROWS, STATE_C4_WIDTH) for layer in c4}
-        states |= {(layer, CacheKind.INDEX): torch.zeros(slots, STATE_INDEX_ROWS, STATE_INDEX_WIDTH) for layer in c4}
-        states |= {(layer, CacheKind.C128): torch.zeros(slots, STATE_C128_ROWS, STATE_C128_WIDTH) for layer in c128}
+        states = {
+            (layer, CacheKind.C4): torch.zeros(slots, STATE_C4_ROWS, STATE_C4_WIDTH, device=device) for layer in c4
+        }
+        states |= {
+            (layer, CacheKind.INDEX): torch.zeros(slots, STATE_INDEX_ROWS, STATE_INDEX_WIDTH, device=device)
+            for layer in c4
+        }
+        states |= {
+            (layer, CacheKind.C128): torch.zeros(slots, STATE_C128_ROWS, STATE_C128_WIDTH, device=device)
+            for layer in c128
+        }
         return cls(
             logical=PageAllocator("logical", logical_pages, shuffle_seed),
             window_slots=PageAllocator("window", slots, shuffle_seed),
             state_slots=PageAllocator("state", slots, shuffle_seed),
-            index={layer: _pages(logical_pages, INDEX_PAGE.page_bytes) for layer in c4},
-            c128={layer: _pages(logical_pages, C128_PAGE.page_bytes) for layer in c128},
-            window={layer: _pages(slots, WINDOW_PAGE.page_bytes) for layer in range(config.num_layers)},
+            index={layer: _pages(logical_pages, INDEX_PAGE.page_bytes, device) for layer in c4},
+            c128={layer: _pages(logical_pages, C128_PAGE.page_bytes, device) for layer in c128},
+            window={layer: _pages(slots, WINDOW_PAGE.page_bytes, device) for layer in range(config.num_layers)},
             states=states,
         )
 
@@ -67,6 +79,14 @@ class DevicePools:
             half = state.shape[2] // 2
             state[slot, :, :half] = 0
             state[slot, :, half:] = float("-inf")
+
+    @property
+    def where(self) -> torch.device:
+        return next(iter(self.window.values())).device
+
+    def buffers(self) -> list[Tensor]:
+        """Every buffer on the device that a handover writes."""
+        return [*self.index.values(), *self.c128.values(), *self.window.values(), *self.states.values()]
 
     def regions(self, host: DeepSeekV4PagedHostPool) -> RegionTable:
         """Every buffer that a handover writes, host pages included."""
@@ -82,8 +102,8 @@ class DevicePools:
         return RegionTable(found)
 
 
-def _pages(count: int, page_bytes: int) -> Tensor:
-    return torch.zeros(count, page_bytes, dtype=torch.uint8)
+def _pages(count: int, page_bytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, page_bytes, dtype=torch.uint8, device=device)
 
 
 def _region(layer: int, kind: RegionKind, buffer: Tensor) -> Region:

@@ -215,13 +215,14 @@ class DecodeEngine:
 
     def _step(self, batch: list[DecodeRequest]) -> None:
         begun = time.monotonic()
+        where = self._device.where
         if self._tables is None or len(batch) != self._tables.hot.shape[0]:
-            self._tables = BatchTables.of([_resources(request) for request in batch])
-        positions = torch.tensor([request.position for request in batch])
-        tokens = torch.tensor([request.sampling.generated[-1] for request in batch])
+            self._tables = BatchTables.of([_resources(request) for request in batch], where)
+        positions = torch.tensor([request.position for request in batch], device=where)
+        tokens = torch.tensor([request.sampling.generated[-1] for request in batch], device=where)
         kv = PagedDecodeKV(self._tables, positions, self._device, self.hisparse, self._kernels)
         try:
-            logits = self._model.decode(tokens, kv)
+            logits = self._model.decode(tokens, kv).cpu()
             kv.end_step()
             bad = torch.isnan(logits).any(dim=1).tolist()
             good = [row for row in range(len(batch)) if not bad[row]]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.kernels.interface import HostRows, HotState, KVKernels
 from common.kv.layout import C4_PAGE, host_token_len
+from decode_service.device_pools import CPU
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.page_allocator import PageAllocator
 from decode_service.resources import RequestResources
@@ -34,27 +35,28 @@ class HiSparseCoordinator:
 
     def __init__(
         self, host: DeepSeekV4PagedHostPool, kernels: KVKernels, slots: int, hot_entries: int,
-        shuffle_seed: int | None = None,
+        shuffle_seed: int | None = None, device: torch.device = CPU,
     ) -> None:  # fmt: skip
         """`hot_entries` is D, at least the model's index_topk."""
         self.slots = PageAllocator("hot", slots, shuffle_seed)
         self.hot_entries = hot_entries
         self._host = host
         self._kernels = kernels
+        self._device = device
         pages = -(-(hot_entries + 1) // C4_PAGE.rows)
         self._rows_per_slot = pages * C4_PAGE.rows
         self._hot = {
             layer: HotState(
-                pages=torch.zeros(slots * pages, C4_PAGE.page_bytes, dtype=torch.uint8),
-                entries=torch.full((slots, hot_entries + 1), -1, dtype=torch.int32),
-                recency=torch.arange(hot_entries, dtype=torch.int32).repeat(slots, 1),
-                counters=torch.zeros(2, dtype=torch.int64),
+                pages=torch.zeros(slots * pages, C4_PAGE.page_bytes, dtype=torch.uint8, device=self._device),
+                entries=torch.full((slots, hot_entries + 1), -1, dtype=torch.int32, device=self._device),
+                recency=torch.arange(hot_entries, dtype=torch.int32, device=self._device).repeat(slots, 1),
+                counters=torch.zeros(2, dtype=torch.int64, device=self._device),
                 rows_per_slot=self._rows_per_slot,
             )
             for layer in host.buffers
         }
         # Entries of each slot's request that the host has.
-        self._on_host = torch.zeros(slots, dtype=torch.int64)
+        self._on_host = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._backups = 0
 
     @property
@@ -80,16 +82,16 @@ class HiSparseCoordinator:
         """
         entries = host_token_len(tokens)
         slot, rows = resources.hot_slot, self.hot_entries
-        table = torch.tensor(resources.host_pages, dtype=torch.int64)
-        loaded = torch.arange(entries if entries <= rows else 0)
+        table = torch.tensor(resources.host_pages, dtype=torch.int64, device=self._device)
+        loaded = torch.arange(entries if entries <= rows else 0, device=self._device)
         ids, places = loaded, loaded
         if entries:
-            newest = torch.tensor([entries - 1])
-            ids, places = torch.cat([loaded, newest]), torch.cat([loaded, torch.tensor([rows])])
+            newest = torch.tensor([entries - 1], device=self._device)
+            ids, places = torch.cat([loaded, newest]), torch.cat([loaded, torch.tensor([rows], device=self._device)])
         base = slot * self._rows_per_slot
         for layer, hot in self._hot.items():
             hot.entries[slot] = -1
-            hot.recency[slot] = torch.arange(rows, dtype=torch.int32)
+            hot.recency[slot] = torch.arange(rows, dtype=torch.int32, device=self._device)
             if entries:
                 host_rows = table[ids // C4_PAGE.rows] * C4_PAGE.rows + ids % C4_PAGE.rows
                 self._host.load_rows(layer, host_rows, hot.pages, base + places)
@@ -139,7 +141,7 @@ class HiSparseCoordinator:
         `counts` entries at most once and no other."""
         for layer, hot in self._hot.items():
             for slot, count in zip(slots, counts, strict=True):
-                order = hot.recency[slot].sort().values
+                order = hot.recency[slot].sort().values.cpu()
                 if not torch.equal(order, torch.arange(self.hot_entries, dtype=torch.int32)):
                     raise ValueError(f"layer {layer} slot {slot}: recency is no permutation of its rows")
                 held = hot.entries[slot, : self.hot_entries]

@@ -30,10 +30,14 @@ class BufferInfo:
 class DeepSeekV4PagedHostPool:
     """buffers[layer] is [pages, 37440] uint8."""
 
-    def __init__(self, layers: Sequence[int], pages: int, kernels: KVKernels, shuffle_seed: int | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[int], pages: int, kernels: KVKernels, shuffle_seed: int | None = None,
+        page_locked: bool = False,
+    ) -> None:  # fmt: skip
+        """`page_locked`: memory that a GPU reads and writes in place; raises RuntimeError where it can't be had."""
         self.allocator = PageAllocator("host_c4", pages, shuffle_seed)
         self.buffers: dict[int, Tensor] = {
-            layer: torch.zeros(pages, C4_PAGE.page_bytes, dtype=torch.uint8) for layer in layers
+            layer: torch.zeros(pages, C4_PAGE.page_bytes, dtype=torch.uint8, pin_memory=page_locked) for layer in layers
         }
         self._kernels = kernels
 

@@ -9,7 +9,7 @@ import sys
 import structlog
 import torch
 
-from common.kernels.cpu import cpu_kernels
+from common.kernels.backend import open_backend
 from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
@@ -24,6 +24,7 @@ from common.rpc.registration import Registration
 from common.rpc.worker import WorkerServer, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
+from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import ITEM_BYTES, RegionKind
 from decode_service.admin import PHASES, DecodeAdmin
@@ -51,7 +52,7 @@ def main() -> None:
     try:
         asyncio.run(serve(settings))
         ignore_signals()
-    except (ConfigError, CheckpointError, ValueError, TransferUnavailableError, OSError) as error:
+    except (ConfigError, CheckpointError, ValueError, TransferUnavailableError, OSError, RuntimeError) as error:
         structlog.get_logger().error("decode can't start", detail=str(error))
         sys.exit(1)
 
@@ -89,15 +90,16 @@ async def serve(settings: DecodeSettings) -> None:
     limit, hot = max_context(settings, config), hot_entries(settings, config)
     tokenizer = load_tokenizer(settings.model, config)
     layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
-    model = DeepSeekV4Model(config, load_weights(settings.model, config))
+    backend = open_backend(settings.device)
+    kernels = backend.kernels
+    model = DeepSeekV4Model(config, load_weights(settings.model, config), backend.device)
     incarnation = new_incarnation("decode")
     registration = Registration(settings, incarnation)
     metrics = DecodeMetrics()
-    kernels = cpu_kernels()
     seed = settings.shuffle_allocators if settings.shuffle_allocators >= 0 else None
-    host = DeepSeekV4PagedHostPool(config.layers_of(4), settings.host_pages, kernels, seed)
-    device = DevicePools.of(config, settings.logical_pages, settings.max_requests, seed)
-    hisparse = HiSparseCoordinator(host, kernels, settings.max_requests, hot, seed)
+    host = DeepSeekV4PagedHostPool(config.layers_of(4), settings.host_pages, kernels, seed, not backend.on_host)
+    device = DevicePools.of(config, settings.logical_pages, settings.max_requests, seed, backend.device)
+    hisparse = HiSparseCoordinator(host, kernels, settings.max_requests, hot, seed, backend.device)
     pools = ResourcePools(host, device, hisparse.slots)
     regions = device.regions(host)
     transfer = TransferEngine(
@@ -114,7 +116,17 @@ async def serve(settings: DecodeSettings) -> None:
     engine = DecodeEngine(
         model, kernels, device, hisparse, pools, metrics, settings.max_batch, settings.max_queued, limit
     )
-    servicer = DecodeServicer(settings, config, layout, incarnation, engine, regions, transfer.session, metrics)
+    servicer = DecodeServicer(
+        settings,
+        config,
+        layout,
+        incarnation,
+        engine,
+        regions,
+        transfer.session,
+        metrics,
+        LandedMemory(device.buffers()),
+    )
     worker = WorkerServer(SERVICES)
     per_layer = {kind: ITEM_BYTES[kind] * sum(r.kind is kind for r in regions.items()) for kind in RegionKind}
     item_bytes = {

@@ -18,6 +18,7 @@ from common.rpc.channels import open_channel
 from common.rpc.errors import from_rpc_error
 from common.rpc.gen.dsv4pd.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from common.sampling import SampledToken
+from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import RegionKind, TransferTicket
 from decode_service.metrics import DecodeMetrics
@@ -50,12 +51,14 @@ class PrefillPeer:
         layout: HandoverLayout,
         incarnation: common_pb2.Incarnation,
         metrics: DecodeMetrics,
+        memory: LandedMemory | None = None,
     ) -> None:
         self.address = address
         self._settings = settings
         self._layout = layout
         self._incarnation = incarnation
         self._metrics = metrics
+        self._memory = memory or LandedMemory()
         self._channel = open_channel(address)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._handshake: asyncio.Task[str] | None = None
@@ -122,7 +125,7 @@ class PrefillPeer:
         incarnation = await self.hello()
         request.peer = f"{self.address} {incarnation}"
         begun = time.time_ns()
-        check = HandoverCheck(ticket, request.prompt_tokens, self._layout.ratios, self.address)
+        check = HandoverCheck(ticket, request.prompt_tokens, self._layout.ratios, self.address, self._memory)
         # The service keeps these deadlines itself; this one ends the wait for a service that doesn't.
         limit = self._settings.prefill_queue_timeout_s + self._settings.prefill_timeout_s + GRACE_S
         stream = self._stub.Prefill(self._message(request, ticket, incarnation), timeout=limit)

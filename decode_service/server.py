@@ -17,6 +17,7 @@ from common.rpc.errors import abort
 from common.rpc.gen.dsv4pd.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from common.rpc.worker import Context
 from common.sampling import SampledToken, SamplingState
+from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import RegionTable, TransferTicket
 from decode_service.engine import DecodeEngine
@@ -45,6 +46,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         regions: RegionTable,
         session: str,
         metrics: DecodeMetrics,
+        memory: LandedMemory,
     ) -> None:
         self.draining = False
         self._settings = settings
@@ -55,6 +57,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._regions = regions
         self._session = session
         self._metrics = metrics
+        self._memory = memory
         self._peers: dict[str, PrefillPeer] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
@@ -193,6 +196,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             state_slot=resources.state_slot,
             verify=self._settings.verify,
         )
+        # The slot's state is cleared on the device; a writer may only come behind that.
+        await asyncio.to_thread(self._memory.settle)
         running = asyncio.create_task(peer.run(mine, ticket))
         aborted = asyncio.create_task(events.get())
         try:
@@ -252,7 +257,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
         peer = self._peers.get(address)
         if peer is None:
-            peer = PrefillPeer(address, self._settings, self._layout, self._incarnation, self._metrics)
+            peer = PrefillPeer(address, self._settings, self._layout, self._incarnation, self._metrics, self._memory)
             self._peers[address] = peer
         return peer
 

@@ -9,6 +9,7 @@ from common.errors import ErrorReason, ServiceError
 from common.kv.handover import Handover
 from common.kv.layout import WINDOW_PAGE
 from common.transfer.digest import digest_of
+from common.transfer.landed_memory import LandedMemory
 from common.transfer.ticket import ITEM_BYTES, RegionKind, TransferTicket, kinds_of_ratio
 
 _STATE_ROWS = {RegionKind.STATE_C4: 8, RegionKind.STATE_INDEX: 8, RegionKind.STATE_C128: 128}
@@ -33,6 +34,7 @@ class HandoverCheck:
     tokens: int
     ratios: tuple[tuple[int, int], ...]
     peer: str
+    memory: LandedMemory = field(default_factory=LandedMemory)
     _covered: dict[tuple[int, RegionKind], set[int]] = field(
         default_factory=lambda: dict[tuple[int, RegionKind], set[int]]()
     )
@@ -51,7 +53,7 @@ class HandoverCheck:
             except (ValueError, IndexError) as error:
                 raise ServiceError(ErrorReason.TRANSFER_FAILED, f"{where} from {self.peer}: {error}") from None
             if self.ticket.verify:
-                found = digest_of(pieces)
+                found = digest_of(pieces, self.memory)
                 if found != landed.digest:
                     raise ServiceError(
                         ErrorReason.DIGEST_MISMATCH,

@@ -131,7 +131,7 @@ class PrefillEngine:
                 self._sender.cancel(job.key)
                 job.release()
             for job in self._scheduler.admit():
-                job.kv = SequenceKV(self._model.config, self._kernels)
+                job.kv = SequenceKV(self._model.config, self._kernels, self._model.device)
                 job.start()
             chunks = self._staged(self._scheduler.next_chunks())
             idle = not chunks and self._scheduler.running == 0
@@ -171,6 +171,10 @@ class PrefillEngine:
         uses = [SpanUse(self._ring, span) for _, span in staged]
         try:
             outputs = self._model.prefill(inputs)
+            if self._model.device.type != "cpu":
+                # The pages of this step lie in host memory; they may be sent only once the device has written them.
+                torch.cuda.current_stream(self._model.device).synchronize()
+            outputs = [None if logits is None else logits.cpu() for logits in outputs]
         except Exception as cause:  # noqa: BLE001 - one bad step must not end the service
             structlog.get_logger().exception("prefill step failed", requests=[c.job.request_id for c, _ in staged])
             for (chunk, _), use in zip(staged, uses, strict=True):

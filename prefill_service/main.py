@@ -9,7 +9,7 @@ import sys
 import structlog
 import torch
 
-from common.kernels.cpu import cpu_kernels
+from common.kernels.backend import open_backend
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
 from common.model.config import ConfigError, ModelConfig
@@ -48,7 +48,7 @@ def main() -> None:
     try:
         asyncio.run(serve(settings))
         ignore_signals()
-    except (ConfigError, CheckpointError, ValueError, TransferUnavailableError, OSError) as error:
+    except (ConfigError, CheckpointError, ValueError, TransferUnavailableError, OSError, RuntimeError) as error:
         structlog.get_logger().error("prefill can't start", detail=str(error))
         sys.exit(1)
 
@@ -84,7 +84,8 @@ async def serve(settings: PrefillSettings) -> None:
     check_ring(settings, config)
     tokenizer = load_tokenizer(settings.model, config)
     layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
-    model = DeepSeekV4Model(config, load_weights(settings.model, config))
+    backend = open_backend(settings.device)
+    model = DeepSeekV4Model(config, load_weights(settings.model, config), backend.device)
     incarnation = new_incarnation("prefill")
     registration = Registration(settings, incarnation)
     metrics = PrefillMetrics()
@@ -98,7 +99,7 @@ async def serve(settings: PrefillSettings) -> None:
             int(settings.transfer_timeout_s) or 1,
         )
     )
-    ring = SendRing(settings.send_ring_bytes)
+    ring = SendRing(settings.send_ring_bytes, page_locked=not backend.on_host)
     transfer.register(ring.memory.data_ptr(), ring.size)
     sender = TransferSender(
         transfer,
@@ -108,7 +109,7 @@ async def serve(settings: PrefillSettings) -> None:
     scheduler = Scheduler(
         config.compress_ratios, settings.chunk_tokens, settings.step_tokens, settings.kv_budget_tokens
     )
-    engine = PrefillEngine(model, cpu_kernels(), scheduler, ring, sender, metrics, settings.max_queued)
+    engine = PrefillEngine(model, backend.kernels, scheduler, ring, sender, metrics, settings.max_queued)
     servicer = PrefillServicer(settings, config, layout, incarnation, engine, metrics, limit)
     worker = WorkerServer(SERVICES)
     admin = PrefillAdmin(

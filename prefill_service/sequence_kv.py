@@ -26,6 +26,7 @@ from common.model.config import ModelConfig
 from common.model.kv_store import CacheKind
 
 _PAGES = {CacheKind.C4: C4_PAGE, CacheKind.INDEX: INDEX_PAGE, CacheKind.C128: C128_PAGE}
+CPU = torch.device("cpu")
 Staging = Mapping[tuple[int, CacheKind], Tensor]
 
 
@@ -41,14 +42,14 @@ class _Window:
 class _Growing:
     """Rows [n, width] fp32 that grow at the end; capacity doubles."""
 
-    def __init__(self, width: int) -> None:
-        self._rows = torch.empty(0, width)
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._rows = torch.empty(0, width, device=device)
         self.count = 0
 
     def append(self, rows: Tensor) -> Tensor:
         end = self.count + rows.shape[0]
         if end > self._rows.shape[0]:
-            grown = torch.empty(max(end, 2 * self._rows.shape[0], 256), self._rows.shape[1])
+            grown = self._rows.new_empty(max(end, 2 * self._rows.shape[0], 256), self._rows.shape[1])
             grown[: self.count] = self._rows[: self.count]
             self._rows = grown
         self._rows[self.count : end] = rows
@@ -59,10 +60,11 @@ class _Growing:
 class SequenceKV:
     """Implements PrefillKV for one prompt. `stage` must be called before each chunk."""
 
-    def __init__(self, config: ModelConfig, kernels: KVKernels) -> None:
+    def __init__(self, config: ModelConfig, kernels: KVKernels, device: torch.device = CPU) -> None:
         self.length = 0
         self._config = config
         self._kernels = kernels
+        self._device = device
         self._windows: dict[int, _Window] = {}
         self._states: dict[tuple[int, CacheKind], Tensor] = {}
         self._entries: dict[tuple[int, CacheKind], _Growing] = {}
@@ -99,14 +101,16 @@ class SequenceKV:
 
     def extend_entries(self, layer: int, kind: CacheKind, entries: Tensor) -> Tensor:
         width = INDEX_VALUES if kind is CacheKind.INDEX else ROW_VALUES
-        cache = self._entries.setdefault((layer, kind), _Growing(width))
+        cache = self._entries.setdefault((layer, kind), _Growing(width, self._device))
         pages = self._staging[layer, kind]
-        places = torch.arange(entries.shape[0])
+        places = torch.arange(entries.shape[0], device=self._device)
         if entries.shape[0] == 0:
             return cache.append(entries.new_empty(0, width))
         if kind is CacheKind.INDEX:
             self._kernels.pack_index_keys(entries, pages, places)
-            values = self._kernels.unpack_index_pages(pages, torch.arange(pages.shape[0]))[: entries.shape[0]]
+            values = self._kernels.unpack_index_pages(pages, torch.arange(pages.shape[0], device=self._device))[
+                : entries.shape[0]
+            ]
         else:
             self._kernels.pack_rows(entries, pages, places, _PAGES[kind])
             values = self._kernels.unpack_rows(pages, places, _PAGES[kind])

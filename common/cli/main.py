@@ -69,10 +69,11 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port of the router; 0 picks a free one")] = 8000,
     run_directory: Annotated[Path | None, typer.Option(help="where logs go; default: a temporary directory")] = None,
     logs: Annotated[bool, typer.Option("--logs", help="the services log here instead of into files")] = False,
+    device: Annotated[str, typer.Option(help="where both workers compute: cpu, cuda or cuda:N")] = "cpu",
     prefill_flags: Annotated[str, typer.Option(help="flags for the prefill service, in one string")] = "",
     decode_flags: Annotated[str, typer.Option(help="flags for the decode service, in one string")] = "",
     router_flags: Annotated[str, typer.Option(help="flags for the router, in one string")] = "",
 ) -> None:
     """Starts prefill, decode and router on this machine and prints how to talk to them. Ctrl-C stops all."""
-    settings = UpSettings(model, host, port, run_directory, logs, prefill_flags, decode_flags, router_flags)
+    settings = UpSettings(model, host, port, run_directory, logs, device, prefill_flags, decode_flags, router_flags)
     raise typer.Exit(run_up(settings))

@@ -32,6 +32,7 @@ class UpSettings:
     port: int
     run_directory: Path | None
     logs: bool
+    device: str
     prefill_flags: str
     decode_flags: str
     router_flags: str
@@ -125,7 +126,8 @@ def _start(settings: UpSettings, folder: Path, children: list[_Child], stopping:
     where = "here" if settings.logs else f"in {folder}"
     console.print(f"model {model.name}, logs {where}", markup=False, highlight=False, soft_wrap=True)
     deadline = time.monotonic() + START_TIMEOUT_S
-    worker = ["--model", str(model), "--port", "0", "--threads", str(os.cpu_count() or 1)]
+    worker = ["--model", str(model), "--port", "0", "--device", settings.device]
+    worker += ["--threads", str(os.cpu_count() or 1)]
 
     def start(name: str, flags: list[str], more: str) -> _Child:
         child = _Child(name, folder, not settings.logs, [*flags, *shlex.split(more)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -64,6 +65,13 @@ class CupyLauncher:
     def reaches(self, tensor: Tensor) -> bool:
         """On this device, or page-locked on the host (one address space)."""
         return tensor.device == self.device or (tensor.device.type == "cpu" and tensor.is_pinned())
+
+    @functools.cache  # noqa: B019 (one launcher a process, few streams)
+    def _stream(self, pointer: int) -> Any:
+        """torch's stream for CuPy. CuPy prefers streams by protocol, which not every torch has."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return self._cupy.cuda.ExternalStream(pointer)
 
     @functools.cache  # noqa: B019 (one launcher a process)
     def _function(self, source: str, kernel: str) -> Any:

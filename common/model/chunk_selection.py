@@ -24,7 +24,7 @@ class ChunkSelection:
         self._keys = keys
         self._length = length
         self._hidden_start = -1
-        self._hidden = torch.empty(0, 0, dtype=torch.bool)
+        self._hidden = torch.empty(0, 0, dtype=torch.bool, device=keys.device)
 
     def hidden(self, start: int, stop: int) -> Tensor:
         """Bool [stop - start, >= c of the last row]: True where a chunk row may not or does not read an entry.

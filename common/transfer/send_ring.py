@@ -30,8 +30,8 @@ class Span:
 class SendRing:
     """A byte ring. Thread-safe. Raises ValueError for spans that could never fit."""
 
-    def __init__(self, size: int) -> None:
-        self.memory = torch.zeros(size, dtype=torch.uint8)
+    def __init__(self, size: int, page_locked: bool = False) -> None:
+        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=page_locked)
         self.size = size
         self._spans: deque[Span] = deque()
         self._freed = threading.Condition()
