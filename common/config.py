@@ -33,6 +33,10 @@ class ServiceSettings(BaseSettings):
     log_level: LogLevel = Field(default="info", description="least severe level that is logged")
     host: str = Field(default="127.0.0.1", description="address to listen on")
 
+    tls_ca: Path | None = Field(default=None, description="gRPC: certificate of the authority that signs all, PEM")
+    tls_cert: Path | None = Field(default=None, description="gRPC: this process's certificate, both ways, PEM")
+    tls_key: Path | None = Field(default=None, description="gRPC: its key, PEM; all three make gRPC mutual TLS")
+
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
 
     @classmethod
@@ -88,6 +92,8 @@ class WorkerSettings(ServiceSettings):
 
     register_with: str = Field("", description="registries of routers, host:port, comma separated, to register with")
     device: str = Field("cpu", description="where to compute: cpu, cuda or cuda:N")
+    admin_token_sha256: str = Field("", description="SHA-256 of the token of admin calls (dsv4-pd keys admin-token)")
+    admin_names: str = Field("", description="certificate names (CN, SAN) that may make admin calls, comma separated")
     advertise_address: str = Field("", description="host:port where routers reach this worker; empty: where it listens")
 
 

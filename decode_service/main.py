@@ -21,7 +21,8 @@ from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, decode_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.registration import Registration
-from common.rpc.worker import WorkerServer, serve_metrics
+from common.rpc.tls import Tls
+from common.rpc.worker import secured, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.landed_memory import LandedMemory
@@ -84,6 +85,7 @@ def hot_entries(settings: DecodeSettings, config: ModelConfig) -> int:
 async def serve(settings: DecodeSettings) -> None:
     log = structlog.get_logger()
     stop = stop_on_signals()
+    tls = Tls.load(settings.tls_ca, settings.tls_cert, settings.tls_key)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     keep_freed_memory()
     config = ModelConfig.from_file(settings.model)
@@ -94,7 +96,7 @@ async def serve(settings: DecodeSettings) -> None:
     kernels = backend.kernels
     model = DeepSeekV4Model(config, load_weights(settings.model, config), backend.device)
     incarnation = new_incarnation("decode")
-    registration = Registration(settings, incarnation)
+    registration = Registration(settings, incarnation, tls)
     metrics = DecodeMetrics()
     seed = settings.shuffle_allocators if settings.shuffle_allocators >= 0 else None
     host = DeepSeekV4PagedHostPool(config.layers_of(4), settings.host_pages, kernels, seed, not backend.on_host)
@@ -126,8 +128,9 @@ async def serve(settings: DecodeSettings) -> None:
         transfer.session,
         metrics,
         LandedMemory(device.buffers()),
+        tls,
     )
-    worker = WorkerServer(SERVICES)
+    worker = secured(settings, SERVICES, tls)
     per_layer = {kind: ITEM_BYTES[kind] * sum(r.kind is kind for r in regions.items()) for kind in RegionKind}
     item_bytes = {
         "host_c4": host.page_bytes,

@@ -17,6 +17,7 @@ from common.rpc import layout_messages, sampling_messages, ticket_messages
 from common.rpc.channels import open_channel
 from common.rpc.errors import from_rpc_error
 from common.rpc.gen.dsv4pd.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from common.rpc.tls import Tls
 from common.sampling import SampledToken
 from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
@@ -52,6 +53,7 @@ class PrefillPeer:
         incarnation: common_pb2.Incarnation,
         metrics: DecodeMetrics,
         memory: LandedMemory | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
         self._settings = settings
@@ -59,7 +61,7 @@ class PrefillPeer:
         self._incarnation = incarnation
         self._metrics = metrics
         self._memory = memory or LandedMemory()
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._handshake: asyncio.Task[str] | None = None
         self._known: str = ""

@@ -15,6 +15,7 @@ from common.model.config import ModelConfig
 from common.rpc import sampling_messages
 from common.rpc.errors import abort
 from common.rpc.gen.dsv4pd.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from common.rpc.tls import Tls
 from common.rpc.worker import Context
 from common.sampling import SampledToken, SamplingState
 from common.transfer.landed_memory import LandedMemory
@@ -47,8 +48,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         session: str,
         metrics: DecodeMetrics,
         memory: LandedMemory,
+        tls: Tls | None = None,
     ) -> None:
         self.draining = False
+        self._tls = tls
         self._settings = settings
         self._config = config
         self._layout = layout
@@ -257,7 +260,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
         peer = self._peers.get(address)
         if peer is None:
-            peer = PrefillPeer(address, self._settings, self._layout, self._incarnation, self._metrics, self._memory)
+            peer = PrefillPeer(
+                address, self._settings, self._layout, self._incarnation, self._metrics, self._memory, self._tls
+            )
             self._peers[address] = peer
         return peer
 

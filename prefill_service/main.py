@@ -20,7 +20,8 @@ from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, prefill_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.registration import Registration
-from common.rpc.worker import WorkerServer, serve_metrics
+from common.rpc.tls import Tls
+from common.rpc.worker import secured, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.layout import HandoverLayout
@@ -77,6 +78,7 @@ def check_ring(settings: PrefillSettings, config: ModelConfig) -> None:
 async def serve(settings: PrefillSettings) -> None:
     log = structlog.get_logger()
     stop = stop_on_signals()
+    tls = Tls.load(settings.tls_ca, settings.tls_cert, settings.tls_key)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     keep_freed_memory()
     config = ModelConfig.from_file(settings.model)
@@ -87,7 +89,7 @@ async def serve(settings: PrefillSettings) -> None:
     backend = open_backend(settings.device)
     model = DeepSeekV4Model(config, load_weights(settings.model, config), backend.device)
     incarnation = new_incarnation("prefill")
-    registration = Registration(settings, incarnation)
+    registration = Registration(settings, incarnation, tls)
     metrics = PrefillMetrics()
     transfer = TransferEngine(
         EngineSettings(
@@ -111,7 +113,7 @@ async def serve(settings: PrefillSettings) -> None:
     )
     engine = PrefillEngine(model, backend.kernels, scheduler, ring, sender, metrics, settings.max_queued)
     servicer = PrefillServicer(settings, config, layout, incarnation, engine, metrics, limit)
-    worker = WorkerServer(SERVICES)
+    worker = secured(settings, SERVICES, tls)
     admin = PrefillAdmin(
         layout,
         settings.profile_directory,

@@ -21,8 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import ServiceError
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
+from common.rpc.tls import Tls
 from common.version import VERSION
 from router_service import errors
+from router_service.access import AccessMiddleware
+from router_service.api_keys import ApiKeys
 from router_service.breaker import BreakerSettings
 from router_service.client_context import client_context, from_headers
 from router_service.completions import Completion
@@ -55,6 +58,7 @@ class RouterState:
         self.tokenizer = tokenizer
         self.model_name = settings.model_name or settings.model.resolve().name
         self.metrics = RouterMetrics()
+        self.tls = Tls.load(settings.tls_ca, settings.tls_cert, settings.tls_key)
         self.workers = WorkerPool(
             settings.addresses("prefill"),
             settings.addresses("decode"),
@@ -63,7 +67,9 @@ class RouterState:
             breaker=BreakerSettings(settings.breaker_failures, settings.breaker_open_s),
             placement=PlacementSettings(settings.prefix_affinity_tokens, settings.affinity_slack_tokens),
             lanes=Lanes(settings.max_dispatched, settings.max_waiting, self.metrics.queue_seconds.observe),
+            tls=self.tls,
         )
+        self.keys = None if settings.api_keys is None else ApiKeys.load(settings.api_keys)
         publish_workers(self.metrics, self.workers)
         self.draining = False
         self.in_flight = 0
@@ -133,6 +139,7 @@ def make_app(state: RouterState) -> FastAPI:
         await state.workers.close()
 
     app = FastAPI(title="dsv4-pd", version=VERSION, lifespan=lifespan)
+    app.add_middleware(AccessMiddleware, keys=state.keys, metrics=state.metrics)
     app.add_middleware(RequestIdMiddleware, metrics=state.metrics, max_body_bytes=state.settings.max_body_bytes)
     _add_error_handlers(app)
     _add_operations(app, state)

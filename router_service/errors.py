@@ -26,7 +26,7 @@ _STATUS: dict[ErrorReason, int] = {
     ErrorReason.DIGEST_MISMATCH: 502,
     ErrorReason.LAYOUT_MISMATCH: 502,
 }
-_TYPES = {404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
 # A worker that answers so has done nothing for the request yet.
 _REFUSALS = (ErrorReason.QUEUE_FULL, ErrorReason.DRAINING)
 

@@ -17,6 +17,7 @@ from common.model.config import ConfigError, ModelConfig
 from common.model.tokenizer import load_tokenizer
 from common.signals import ignore_signals, stop_on_signals
 from router_service.app import RouterState, make_app
+from router_service.bounded_http import bounded
 from router_service.registry_server import serve_registry
 from router_service.settings import RouterSettings
 
@@ -45,6 +46,8 @@ def main() -> None:
 
 
 async def serve(settings: RouterSettings) -> None:
+    if (settings.https_cert is None) != (settings.https_key is None):
+        raise ValueError("https_cert and https_key belong together")
     stop = stop_on_signals()
     config = ModelConfig.from_file(settings.model)
     state = RouterState(settings, config, load_tokenizer(settings.model, config))
@@ -64,6 +67,9 @@ async def serve(settings: RouterSettings) -> None:
             log_config=None,
             access_log=False,
             lifespan="on",
+            http=bounded(settings.max_head_bytes, settings.head_timeout_s),
+            ssl_certfile=settings.https_cert,
+            ssl_keyfile=settings.https_key,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
     )
@@ -76,7 +82,7 @@ async def serve(settings: RouterSettings) -> None:
         partial.replace(settings.port_file)
     log = structlog.get_logger()
     log.info("router listens", address=address, model=state.model_name, workers_ready=state.workers.ready)
-    registry = await serve_registry(settings, state.workers)
+    registry = await serve_registry(settings, state.workers, state.tls)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     state.draining = True

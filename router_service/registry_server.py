@@ -7,6 +7,7 @@ import asyncio
 import structlog
 
 from common.rpc.gen.dsv4pd.v1 import registry_pb2_grpc
+from common.rpc.tls import Tls
 from common.rpc.worker import WorkerServer
 from router_service.registry import Members, Registry
 from router_service.settings import RouterSettings
@@ -29,11 +30,11 @@ class RegistryServer:
             await self._server.stop(0.5)
 
 
-async def serve_registry(settings: RouterSettings, members: Members) -> RegistryServer:
+async def serve_registry(settings: RouterSettings, members: Members, tls: Tls | None = None) -> RegistryServer:
     """Starts it where a registry_port is set. Raises OSError when the port is taken."""
     if not settings.registry_port:
         return RegistryServer()
-    server = WorkerServer(SERVICES)
+    server = WorkerServer(SERVICES, tls)
     registry = Registry(members, settings.lease_s)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, server.server)
     address = await server.start(settings.registry_host or settings.host, settings.registry_port, None)

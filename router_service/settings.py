@@ -52,6 +52,11 @@ class RouterSettings(ServiceSettings):
         ge=0,
         description="tokens more than the least busy prefill worker that affinity (prefix or x-session-id) may cost",
     )
+    api_keys: Path | None = Field(None, description="TOML file of API keys (dsv4-pd keys new NAME); none: all may call")
+    https_cert: Path | None = Field(None, description="certificate chain for HTTPS, PEM; with https_key HTTP is off")
+    https_key: Path | None = Field(None, description="its key, PEM")
+    max_head_bytes: Positive = Field(32 << 10, description="longest request line and headers; more get 431")
+    head_timeout_s: Seconds = Field(10, description="longest time for the request line and headers to come")
     max_body_bytes: Positive = Field(32 << 20, description="longest request body")
     drain_timeout_s: Seconds = Field(30, description="on SIGTERM, longest wait for running requests")
 

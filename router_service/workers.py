@@ -10,6 +10,7 @@ import structlog
 
 from common.rpc.channels import open_channel
 from common.rpc.gen.dsv4pd.v1 import admin_pb2
+from common.rpc.tls import Tls
 from router_service.breaker import Breaker, BreakerSettings
 from router_service.client_context import client_context
 from router_service.lanes import Lanes
@@ -35,7 +36,9 @@ class WorkerPool:
         breaker: BreakerSettings | None = None,
         placement: PlacementSettings | None = None,
         lanes: Lanes | None = None,
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._breaker = breaker or BreakerSettings()
@@ -47,7 +50,7 @@ class WorkerPool:
         self.decode = [self._make("decode", address, static=True) for address in decode]
 
     def _make(self, role: Role, address: str, *, static: bool) -> Worker:
-        return Worker(role, address, open_channel(address), static, Breaker(self._breaker))
+        return Worker(role, address, open_channel(address, self._tls), static, Breaker(self._breaker))
 
     async def start(self) -> None:
         workers = [*self.prefill, *self.decode]

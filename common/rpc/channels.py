@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import grpc.aio
+
+from common.rpc.tls import Tls
 
 MAX_MESSAGE_BYTES = 64 << 20
 _OPTIONS: list[tuple[str, int]] = [
@@ -16,7 +20,7 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """A channel to "host:port" that tries again within a second after its peer went away."""
     options = [
         *_OPTIONS,
@@ -27,10 +31,19 @@ def open_channel(address: str) -> grpc.aio.Channel:
         # A pool of its own: a channel to a restarted peer must not share a dead connection's backoff.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+    if tls is not None:
+        return grpc.aio.secure_channel(address, tls.client(), options=options)
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def make_server() -> Any:
+def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+    """For command line tools."""
+    if tls is not None:
+        return grpc.secure_channel(address, tls.client(), options=_OPTIONS)
+    return grpc.insecure_channel(address, options=_OPTIONS)
+
+
+def make_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> Any:
     """A grpc.aio server; refuses a port that another process listens on."""
     options = [
         *_OPTIONS,
@@ -38,4 +51,16 @@ def make_server() -> Any:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
-    return grpc.aio.server(options=options)
+    return grpc.aio.server(options=options, interceptors=interceptors)
+
+
+def listen(server: Any, host: str, port: int, tls: Tls | None = None) -> str:
+    """Binds the port; returns "host:port". Raises OSError when it is taken."""
+    try:
+        if tls is not None:
+            bound = server.add_secure_port(f"{host}:{port}", tls.server())
+        else:
+            bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise OSError(f"can't listen on {host}:{port}: {error}") from None
+    return f"{host}:{bound}"

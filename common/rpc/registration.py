@@ -12,6 +12,7 @@ from common.addresses import is_address, parse_addresses
 from common.config import WorkerSettings
 from common.rpc.channels import open_channel
 from common.rpc.gen.dsv4pd.v1 import common_pb2, registry_pb2, registry_pb2_grpc
+from common.rpc.tls import Tls
 
 CALL_TIMEOUT_S = 2.0
 AGAIN_S = 0.5
@@ -22,7 +23,7 @@ _ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 - compared with, not boun
 class Registration:
     """One worker's registration with several routers, each by itself: a router that restarts is told again."""
 
-    def __init__(self, settings: WorkerSettings, incarnation: common_pb2.Incarnation) -> None:
+    def __init__(self, settings: WorkerSettings, incarnation: common_pb2.Incarnation, tls: Tls | None = None) -> None:
         """Raises ValueError for settings that can't work."""
         self._routers = parse_addresses("register_with", settings.register_with)
         self._advertised = settings.advertise_address
@@ -31,7 +32,7 @@ class Registration:
         if self._routers and not self._advertised and settings.host in _ANY_ADDRESS:
             raise ValueError(f"register_with needs advertise_address: others can't reach {settings.host}")
         self._request = registry_pb2.RegisterRequest(incarnation=incarnation)
-        self._channels = {router: open_channel(router) for router in self._routers}
+        self._channels = {router: open_channel(router, tls) for router in self._routers}
         self._tasks: list[asyncio.Task[None]] = []
         self._leases: dict[str, str] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,22 +15,38 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
+from common.config import WorkerSettings
 from common.errors import ErrorReason, ServiceError
 from common.logging import set_log_level
-from common.rpc.channels import make_server
+from common.rpc.admin_guard import AdminGuard, AdminRole
+from common.rpc.channels import listen, make_server
 from common.rpc.errors import abort
 from common.rpc.gen.dsv4pd.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 from common.rpc.layout_messages import to_message
+from common.rpc.profiler import Profiler
+from common.rpc.tls import Tls
 from common.transfer.layout import HandoverLayout
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def secured(settings: WorkerSettings, service_names: Sequence[str], tls: Tls | None) -> WorkerServer:
+    """A worker's server, whose Admin service is for administrators. Raises ValueError for settings that can't work."""
+    role = AdminRole.of(settings.admin_token_sha256, settings.admin_names, tls=tls is not None)
+    return WorkerServer(service_names, tls, [AdminGuard(role)])
+
+
 class WorkerServer:
     """A grpc.aio server with health (SERVING only between `set_ready(True)` and the next False)."""
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self.server = make_server()
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        tls: Tls | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self.server = make_server(interceptors)
+        self._tls = tls
         self.ready = False
         self._names = ["", *service_names]
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,13 +56,9 @@ class WorkerServer:
 
     async def start(self, host: str, port: int, port_file: Path | None) -> str:
         """Listens; returns "host:port". Raises OSError when the port is taken."""
-        try:
-            bound = self.server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            raise OSError(f"can't listen on {host}:{port}: {error}") from None
+        address = listen(self.server, host, port, self._tls)
         await self.set_ready(False)
         await self.server.start()
-        address = f"{host}:{bound}"
         if port_file is not None:
             partial = port_file.with_suffix(".partial")
             partial.write_text(address, encoding="utf-8")
@@ -70,40 +81,6 @@ def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> None:
     """Serves the registry over HTTP on a thread of its own; port 0 = off."""
     if port:
         start_http_server(port, host, registry)
-
-
-class Profiler:
-    """One torch profile at a time, written as a Chrome trace."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._lock = threading.Lock()
-        self._running: Any = None
-        self._id = ""
-
-    def start(self) -> str:
-        """Raises ServiceError when one is running."""
-        from torch.profiler import ProfilerActivity, profile
-
-        with self._lock:
-            if self._running is not None:
-                raise ServiceError(ErrorReason.INVALID_REQUEST, f"profile {self._id} is running", field="profile")
-            self._running = profile(activities=[ProfilerActivity.CPU])
-            self._running.__enter__()
-            self._id = time.strftime("%Y%m%d-%H%M%S")
-            return self._id
-
-    def stop(self) -> Path:
-        """Raises ServiceError when none is running."""
-        with self._lock:
-            if self._running is None:
-                raise ServiceError(ErrorReason.NOT_FOUND, "no profile is running", field="profile")
-            running, self._running = self._running, None
-            running.__exit__(None, None, None)
-            self._directory.mkdir(parents=True, exist_ok=True)
-            path = self._directory / f"profile-{self._id}.json"
-            running.export_chrome_trace(str(path))
-            return path
 
 
 class AdminBasics(admin_pb2_grpc.AdminServicer, ABC):
@@ -167,7 +144,7 @@ class AdminBasics(admin_pb2_grpc.AdminServicer, ABC):
         self, request: admin_pb2.StartProfileRequest, context: Context
     ) -> admin_pb2.StartProfileReply:
         try:
-            started = self._profiler.start()
+            started = await self._profiler.start()
         except ServiceError as error:
             await abort(context, error)
         if request.duration_s > 0:
@@ -178,7 +155,7 @@ class AdminBasics(admin_pb2_grpc.AdminServicer, ABC):
 
     async def StopProfile(self, request: admin_pb2.StopProfileRequest, context: Context) -> admin_pb2.StopProfileReply:
         try:
-            path = await asyncio.to_thread(self._profiler.stop)
+            path = await self._profiler.stop()
         except ServiceError as error:
             await abort(context, error)
         return admin_pb2.StopProfileReply(path=str(path))
@@ -186,7 +163,7 @@ class AdminBasics(admin_pb2_grpc.AdminServicer, ABC):
     async def _stop_later(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         try:
-            path = await asyncio.to_thread(self._profiler.stop)
+            path = await self._profiler.stop()
         except ServiceError:
             return
         structlog.get_logger().info("profile written", path=str(path))
