@@ -22,7 +22,7 @@ from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, decode_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.registration import Registration
 from common.rpc.tls import Tls
-from common.rpc.worker import secured, serve_metrics
+from common.rpc.worker import STOP_GRACE_S, secured, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.landed_memory import LandedMemory
@@ -177,7 +177,7 @@ async def serve(settings: DecodeSettings) -> None:
     transfer.close()
     await servicer.close()
     await asyncio.to_thread(engine.stop, 5.0)
-    await worker.stop(0.5)
+    await worker.stop(STOP_GRACE_S)
     log.info("decode stopped", requests_left=left)
 
 

@@ -21,7 +21,7 @@ from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, prefill_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.registration import Registration
 from common.rpc.tls import Tls
-from common.rpc.worker import secured, serve_metrics
+from common.rpc.worker import STOP_GRACE_S, secured, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.layout import HandoverLayout
@@ -146,5 +146,5 @@ async def serve(settings: PrefillSettings) -> None:
     engine.stop(5.0)
     drained = await asyncio.to_thread(sender.close, 5.0)
     transfer.close()
-    await worker.stop(0.5)
+    await worker.stop(STOP_GRACE_S)
     log.info("prefill stopped", requests_left=left, transfers_drained=drained)

@@ -30,6 +30,7 @@ from router_service.breaker import BreakerSettings
 from router_service.client_context import client_context, from_headers
 from router_service.completions import Completion
 from router_service.disconnect import ClientGoneError, unless_disconnected
+from router_service.draining import ConnectionCloser
 from router_service.errors import HTTPError
 from router_service.generate import Piece
 from router_service.lanes import Lanes
@@ -71,6 +72,7 @@ class RouterState:
         )
         self.keys = None if settings.api_keys is None else ApiKeys.load(settings.api_keys)
         publish_workers(self.metrics, self.workers)
+        self.leaving = False
         self.draining = False
         self.in_flight = 0
 
@@ -139,6 +141,7 @@ def make_app(state: RouterState) -> FastAPI:
         await state.workers.close()
 
     app = FastAPI(title="dsv4-pd", version=VERSION, lifespan=lifespan)
+    app.add_middleware(ConnectionCloser, state=state)
     app.add_middleware(AccessMiddleware, keys=state.keys, metrics=state.metrics)
     app.add_middleware(RequestIdMiddleware, metrics=state.metrics, max_body_bytes=state.settings.max_body_bytes)
     _add_error_handlers(app)
@@ -301,8 +304,8 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
             "prefill": {w.address: w.trouble or "usable" for w in state.workers.prefill},
             "decode": {w.address: w.trouble or "usable" for w in state.workers.decode},
         }
-        is_ready = state.workers.ready and not state.draining
-        shown = {"ready": is_ready, "draining": state.draining, "workers": usable}
+        is_ready = state.workers.ready and not state.leaving
+        shown = {"ready": is_ready, "draining": state.leaving, "workers": usable}
         return JSONResponse(shown) if is_ready else JSONResponse(shown, 503, {"retry-after": "1"})
 
     @app.get("/version")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ from common.model.tokenizer import load_tokenizer
 from common.signals import ignore_signals, stop_on_signals
 from router_service.app import RouterState, make_app
 from router_service.bounded_http import bounded
+from router_service.draining import drain
 from router_service.registry_server import serve_registry
 from router_service.settings import RouterSettings
 
@@ -85,11 +85,8 @@ async def serve(settings: RouterSettings) -> None:
     registry = await serve_registry(settings, state.workers, state.tls)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
-    state.draining = True
-    end = time.monotonic() + settings.drain_timeout_s
-    while state.in_flight and time.monotonic() < end:
-        await asyncio.sleep(0.02)
+    left = await drain(state, settings.drain_notice_s, settings.drain_timeout_s)
     await registry.close()
     server.should_exit = True
     await serving
-    log.info("router stopped", requests_left=state.in_flight)
+    log.info("router stopped", requests_left=left)

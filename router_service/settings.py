@@ -58,6 +58,9 @@ class RouterSettings(ServiceSettings):
     max_head_bytes: Positive = Field(32 << 10, description="longest request line and headers; more get 431")
     head_timeout_s: Seconds = Field(10, description="longest time for the request line and headers to come")
     max_body_bytes: Positive = Field(32 << 20, description="longest request body")
+    drain_notice_s: float = Field(
+        0, ge=0, description="on SIGTERM, not ready for this long before requests are refused: for balancers to notice"
+    )
     drain_timeout_s: Seconds = Field(30, description="on SIGTERM, longest wait for running requests")
 
     def addresses(self, role: str) -> tuple[str, ...]:

@@ -27,6 +27,9 @@ from common.rpc.profiler import Profiler
 from common.rpc.tls import Tls
 from common.transfer.layout import HandoverLayout
 
+# For the last events of requests that are over; it ends earlier when they have been read.
+STOP_GRACE_S = 2.0
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

@@ -112,6 +112,22 @@ def test_sigterm_refuses_new_requests_while_running_ones_end(worker: tuple[Worke
         assert json.loads(line)["service"] == "router"
 
 
+def test_balancers_have_time_to_notice_before_anything_is_refused(worker: tuple[Worker, str], model: Path):
+    scripted, address = worker
+    scripted.go_on.clear()
+    process, url = start(model, address, "--drain-notice-s", "1.5")
+    with httpx.Client(base_url=url) as client:
+        assert "connection" not in client.get("/ready").headers
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        not_ready = client.get("/ready")
+        assert (not_ready.status_code, not_ready.json()["draining"]) == (503, True)
+        assert not_ready.headers["connection"] == "close"
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        time.sleep(1.4)
+        assert process.wait(5) == 0
+
+
 def test_a_stream_that_outlasts_the_drain_time_is_cut(worker: tuple[Worker, str], model: Path):
     _, address = worker
     process, url = start(model, address, "--drain-timeout-s", "0.3")
