@@ -15,6 +15,8 @@ from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import RegionTable
 from common.version import VERSION
 from decode_service.engine import DecodeEngine
+from decode_service.landings import Landings
+from decode_service.metrics import DecodeMetrics
 from decode_service.server import DecodeServicer
 
 PHASES = ("queued", "prefilling", "running", "draining")
@@ -31,7 +33,8 @@ class DecodeAdmin(AdminBasics):
         servicer: DecodeServicer,
         worker: WorkerServer,
         model_name: str,
-        session: str,
+        landings: Landings,
+        metrics: DecodeMetrics,
         max_context_tokens: int,
         item_bytes: dict[str, int],
     ) -> None:
@@ -40,7 +43,8 @@ class DecodeAdmin(AdminBasics):
         self._engine = engine
         self._servicer = servicer
         self._model_name = model_name
-        self._session = session
+        self._landings = landings
+        self._metrics = metrics
         self._max_context_tokens = max_context_tokens
         self._item_bytes = item_bytes
 
@@ -80,10 +84,14 @@ class DecodeAdmin(AdminBasics):
                 "hot_hits": float(counters.hits),
                 "hot_misses": float(counters.misses),
                 "backups": float(counters.backups),
-            },
+                "fences": float(self._landings.fences),
+                "quarantine_alarm": float(bool(self._servicer.quarantine_alarm())),
+                "quarantine_oldest_s": self._servicer.quarantine_oldest_s(),
+            }
+            | self._metrics.counts(),
             max_context_tokens=self._max_context_tokens,
             model_name=self._model_name,
-            mooncake_session=self._session,
+            mooncake_session=",".join(self._landings.sessions),
         )
 
     async def ListRequests(

@@ -24,6 +24,7 @@ from common.model.kv_store import CacheKind
 from common.transfer.ticket import ITEM_BYTES, Region, RegionKind, RegionTable
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.page_allocator import PageAllocator
+from decode_service.staging import StagingPool
 
 CPU = torch.device("cpu")
 _STATE_KINDS = {
@@ -88,10 +89,13 @@ class DevicePools:
         """Every buffer on the device that a handover writes."""
         return [*self.index.values(), *self.c128.values(), *self.window.values(), *self.states.values()]
 
-    def regions(self, host: DeepSeekV4PagedHostPool) -> RegionTable:
-        """Every buffer that a handover writes, host pages included."""
-        found = [Region(info.layer, RegionKind.C4, info.address, info.size, info.item_bytes)
-                 for info in host.get_contiguous_buf_infos()]  # fmt: skip
+    def regions(self, host: DeepSeekV4PagedHostPool, staging: StagingPool | None = None) -> RegionTable:
+        """Every buffer that a handover writes; C4 pages go to the staging pool if there is one, else to the host."""
+        if staging is not None:
+            found = staging.regions()
+        else:
+            found = [Region(info.layer, RegionKind.C4, info.address, info.size, info.item_bytes)
+                     for info in host.get_contiguous_buf_infos()]  # fmt: skip
         for kind, buffers in (
             (RegionKind.INDEX, self.index),
             (RegionKind.C128, self.c128),

@@ -17,14 +17,17 @@ import torch
 
 from common.errors import ErrorReason, ServiceError
 from common.kernels.interface import KVKernels
+from common.kv.layout import host_token_len
 from common.model.model import DeepSeekV4Model
 from common.sampling import SampledToken, sample
 from decode_service.decode_kv import BatchTables, PagedDecodeKV
 from decode_service.device_pools import DevicePools
 from decode_service.hisparse import HiSparseCoordinator
+from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.metrics import DecodeMetrics
 from decode_service.request import DecodeRequest, FailedEvent, FinishedEvent, ReservedEvent
 from decode_service.resources import RequestResources, ResourcePools
+from decode_service.staging import StagingPool
 
 IDLE_WAIT_S = 0.2
 MAX_COMMANDS = 1 << 16
@@ -45,7 +48,9 @@ class DecodeEngine:
         max_batch: int,
         max_queued: int,
         max_context_tokens: int,
+        staged: tuple[StagingPool, DeepSeekV4PagedHostPool] | None = None,
     ) -> None:
+        """`staged`: where prompts land before they are copied to the host pool; None with direct admission."""
         self.pools = pools
         self.hisparse = hisparse
         self._model = model
@@ -55,6 +60,7 @@ class DecodeEngine:
         self._max_batch = max_batch
         self._max_queued = max_queued
         self._max_context_tokens = max_context_tokens
+        self._staged = staged
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue(MAX_COMMANDS)
         self._lock = threading.Lock()
         self._requests: dict[int, DecodeRequest] = {}
@@ -92,7 +98,7 @@ class DecodeEngine:
                 ours=self._max_context_tokens,
                 theirs=total,
             )
-        if not self.pools.fits_ever(total):
+        if not self.pools.fits_ever(total, request.prompt_tokens):
             sizes = ", ".join(f"{use.name} {use.total}" for use in self.pools.use())
             raise ServiceError(
                 ErrorReason.POOL_EXHAUSTED,
@@ -186,7 +192,7 @@ class DecodeEngine:
         gets its turn."""
         while self._waiting:
             request = self._waiting[0]
-            resources = self.pools.reserve(request.total_tokens)
+            resources = self.pools.reserve(request.total_tokens, request.prompt_tokens)
             if resources is None:
                 return
             self._waiting.popleft()
@@ -205,13 +211,22 @@ class DecodeEngine:
             self._finish(request, finished)
             return
         try:
-            self.hisparse.admit_request_direct(request.resources, request.prompt_tokens)
+            self._bring_in(request, request.resources)
         except Exception as cause:  # noqa: BLE001 - it costs this request only
             structlog.get_logger().exception("admission failed", request_id=request.request_id)
             self._fail(request, ServiceError(ErrorReason.INTERNAL, f"admission failed: {cause!r}"))
             return
         self._running.append(request)
         self._tables = None
+
+    def _bring_in(self, request: DecodeRequest, resources: RequestResources) -> None:
+        """Direct: the prompt is on the host already. Staged: it is copied there first."""
+        if self._staged is not None:
+            staging, host = self._staged
+            entries = host_token_len(request.prompt_tokens)
+            staging.copy_to_host(host, resources.staging_pages, resources.host_pages, entries)
+            resources = request.resources = self.pools.release_staging(resources)
+        self.hisparse.admit_request_direct(resources, request.prompt_tokens)
 
     def _step(self, batch: list[DecodeRequest]) -> None:
         begun = time.monotonic()

@@ -33,10 +33,12 @@ from decode_service.device_pools import DevicePools
 from decode_service.engine import DecodeEngine
 from decode_service.hisparse import HiSparseCoordinator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
+from decode_service.landings import Landings
 from decode_service.metrics import DecodeMetrics
 from decode_service.resources import ResourcePools
 from decode_service.server import DecodeServicer
 from decode_service.settings import DecodeSettings
+from decode_service.staging import StagingPool
 
 SERVICES = ("dsv4pd.v1.Decode", "dsv4pd.v1.Admin")
 DEFAULT_HOT_TOPKS = 4
@@ -102,34 +104,33 @@ async def serve(settings: DecodeSettings) -> None:
     host = DeepSeekV4PagedHostPool(config.layers_of(4), settings.host_pages, kernels, seed, not backend.on_host)
     device = DevicePools.of(config, settings.logical_pages, settings.max_requests, seed, backend.device)
     hisparse = HiSparseCoordinator(host, kernels, settings.max_requests, hot, seed, backend.device)
-    pools = ResourcePools(host, device, hisparse.slots)
-    regions = device.regions(host)
-    transfer = TransferEngine(
-        EngineSettings(
-            settings.transfer_hostname,
-            settings.transfer_protocol,
-            settings.transfer_device,
-            settings.transfer_min_port,
-            settings.transfer_max_port,
-        )
+    staging = None
+    if settings.admission == "staged":
+        staging = StagingPool(config.layers_of(4), settings.staging_pages, kernels, seed, backend.device)
+    pools = ResourcePools(host, device, hisparse.slots, staging)
+    regions = device.regions(host, staging)
+    transfer = EngineSettings(
+        settings.transfer_hostname,
+        settings.transfer_protocol,
+        settings.transfer_device,
+        settings.transfer_min_port,
+        settings.transfer_max_port,
     )
-    for region in regions.items():
-        transfer.register(region.base, region.size)
+    landings = Landings(lambda: TransferEngine(transfer), regions)
     engine = DecodeEngine(
-        model, kernels, device, hisparse, pools, metrics, settings.max_batch, settings.max_queued, limit
-    )
-    servicer = DecodeServicer(
-        settings,
-        config,
-        layout,
-        incarnation,
-        engine,
-        regions,
-        transfer.session,
+        model,
+        kernels,
+        device,
+        hisparse,
+        pools,
         metrics,
-        LandedMemory(device.buffers()),
-        tls,
+        settings.max_batch,
+        settings.max_queued,
+        limit,
+        (staging, host) if staging is not None else None,
     )
+    landed = LandedMemory([*device.buffers(), *(staging.buffers.values() if staging is not None else ())])
+    servicer = DecodeServicer(settings, config, layout, incarnation, engine, regions, landings, metrics, landed, tls)
     worker = secured(settings, SERVICES, tls)
     per_layer = {kind: ITEM_BYTES[kind] * sum(r.kind is kind for r in regions.items()) for kind in RegionKind}
     item_bytes = {
@@ -138,6 +139,7 @@ async def serve(settings: DecodeSettings) -> None:
         "window": per_layer[RegionKind.WINDOW],
         "state": sum(per_layer[k] for k in (RegionKind.STATE_C4, RegionKind.STATE_INDEX, RegionKind.STATE_C128)),
         "hot": hisparse.slot_bytes,
+        "staging": staging.page_bytes if staging is not None else 0,
     }
     admin = DecodeAdmin(
         layout,
@@ -148,13 +150,16 @@ async def serve(settings: DecodeSettings) -> None:
         servicer,
         worker,
         settings.model_name or settings.model.resolve().name,
-        transfer.session,
+        landings,
+        metrics,
         limit,
         item_bytes,
     )
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, worker.server)
     admin_pb2_grpc.add_AdminServicer_to_server(admin, worker.server)
     _publish(metrics, engine)
+    metrics.fences.set_function(lambda: landings.fences)
+    metrics.quarantine_alarm.set_function(lambda: bool(servicer.quarantine_alarm()))
     serve_metrics(settings.metrics_port, settings.host, metrics.registry)
     engine.start()
     address = await worker.start(settings.host, settings.port, settings.port_file)
@@ -174,7 +179,7 @@ async def serve(settings: DecodeSettings) -> None:
     await registration.close()
     left = await admin.drain(settings.drain_timeout_s)
     # Unregister before anything else goes: no peer may write into memory that is being given back.
-    transfer.close()
+    landings.close()
     await servicer.close()
     await asyncio.to_thread(engine.stop, 5.0)
     await worker.stop(STOP_GRACE_S)

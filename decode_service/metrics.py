@@ -30,11 +30,28 @@ class DecodeMetrics:
         self.failures = Counter("dsv4pd_decode_failures", "Requests that did not.", ["reason"], registry=r)
         self.quarantined = Counter("dsv4pd_decode_quarantined", "Requests whose pages were set aside.", registry=r)
         self.late_events = Counter(
-            "dsv4pd_decode_late_events", "Messages about requests that were over, ignored.", registry=r
+            "dsv4pd_decode_late_events", "Messages that came late, twice or for others, ignored.", registry=r
         )
+        self.deadlines = Counter("dsv4pd_decode_deadlines", "Deadlines that passed.", ["which"], registry=r)
+        self.quarantine_seconds = Histogram(
+            "dsv4pd_decode_quarantine_seconds", "Time that pages were set aside.", registry=r, buckets=_SECONDS
+        )
+        self.quarantine_alarm = Gauge("dsv4pd_decode_quarantine_alarm", "1 when somebody should look.", registry=r)
+        self.fences = Gauge("dsv4pd_decode_fences", "Transfer sessions fenced since start.", registry=r)
         self.requests = Gauge("dsv4pd_decode_requests", "Requests in the service.", ["phase"], registry=r)
         self.pool = Gauge("dsv4pd_decode_pool_pages", "Pages by pool and state.", ["pool", "state"], registry=r)
         self.hot = Gauge("dsv4pd_decode_hot_rows", "Rows since start: hits, misses, backups.", ["what"], registry=r)
+
+    def counts(self) -> dict[str, float]:
+        """Deadlines that passed and messages that were ignored, for GetStatus."""
+        families = {"deadline": self.deadlines, "late": self.late_events}
+        return {
+            "_".join([name, *sample.labels.values()]): sample.value
+            for name, counter in families.items()
+            for family in counter.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
 
     def step(self, seconds: float, batch: int) -> None:
         self.step_seconds.observe(seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import grpc
@@ -22,12 +22,13 @@ from common.sampling import SampledToken
 from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import RegionKind, TransferTicket
+from decode_service.landings import Landings
 from decode_service.metrics import DecodeMetrics
 from decode_service.request import DecodeRequest
 from decode_service.settings import DecodeSettings
 from decode_service.verification import HandoverCheck, LandedRange
 
-WriterState = Literal["drained", "gone", "unknown"]
+WriterState = Literal["drained", "failed", "gone", "unknown"]
 PROBE_TIMEOUT_S = 1.0
 GRACE_S = 2.0
 
@@ -52,6 +53,7 @@ class PrefillPeer:
         layout: HandoverLayout,
         incarnation: common_pb2.Incarnation,
         metrics: DecodeMetrics,
+        landings: Landings,
         memory: LandedMemory | None = None,
         tls: Tls | None = None,
     ) -> None:
@@ -61,10 +63,13 @@ class PrefillPeer:
         self._incarnation = incarnation
         self._metrics = metrics
         self._memory = memory or LandedMemory()
+        self._landings = landings
         self._channel = open_channel(address, tls)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._handshake: asyncio.Task[str] | None = None
         self._known: str = ""
+        self._last: str = ""
+        self._retiring: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         if self._handshake is not None:
@@ -93,6 +98,12 @@ class PrefillPeer:
         theirs = layout_messages.from_message(reply.layout)
         layout_messages.check_same(self._layout, theirs, f"prefill {self.address}")
         self._known = reply.callee.id
+        if self._last not in ("", self._known):
+            # The process before it is over: nothing that it sent may land any more.
+            task = asyncio.create_task(self._landings.retire(self._last))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        self._last = self._known
         structlog.get_logger().info("prefill joined", address=self.address, incarnation=self._known)
         return self._known
 
@@ -108,7 +119,8 @@ class PrefillPeer:
         return await self._stub.Hello(request, timeout=timeout, wait_for_ready=True)
 
     async def run(self, request: DecodeRequest, ticket: TransferTicket) -> Prefilled:
-        """One prompt: returns when all of it has landed and is verified. Raises ServiceError.
+        """One prompt: returns when all of it has landed and is verified. Raises ServiceError. The ticket's session
+        is filled in here: each incarnation writes to one of its own.
 
         After an error writes may still be in flight: call `drain` before the memory is used again.
         """
@@ -121,10 +133,19 @@ class PrefillPeer:
                 raise
             # The service was restarted since the handshake, before it took the request: once more.
             self._known = ""
-            return await self._run(request, ticket)
+            before, session = request.peer.rpartition(" ")[2], request.session
+            if await self.hello() != before and not await self._landings.fence(before, session):
+                raise
+            try:
+                return await self._run(request, ticket)
+            except ServiceError as again:
+                # The same process, and it did take the request before the connection broke.
+                raise error if again.reason is ErrorReason.STALE_GENERATION else again from None
 
     async def _run(self, request: DecodeRequest, ticket: TransferTicket) -> Prefilled:
         incarnation = await self.hello()
+        request.session = await self._landings.open(incarnation)
+        ticket = replace(ticket, session=request.session)
         request.peer = f"{self.address} {incarnation}"
         begun = time.time_ns()
         check = HandoverCheck(ticket, request.prompt_tokens, self._layout.ratios, self.address, self._memory)
@@ -144,6 +165,7 @@ class PrefillPeer:
                 elif kind == "done":
                     await self._verify(check, event.done.digests)
                     check.check_complete()
+                    self._metrics.late_events.inc(check.repeated)
                     return Prefilled(
                         first_token=_first_token(event.done, request),
                         prompt_logprobs=tuple(
@@ -161,8 +183,9 @@ class PrefillPeer:
         raise ServiceError(ErrorReason.PREFILL_FAILED, f"prefill {self.address} ended its stream without a result")
 
     async def drain(self, request: DecodeRequest) -> WriterState:
-        """After this says "drained" nothing of the request can be written any more; "gone": its writer's process
-        does not exist any more; "unknown": it can't be reached."""
+        """After this says "drained" nothing of the request can be written any more. Otherwise only fencing its
+        session makes sure of that: "failed", a write failed half-way and its bytes may still be on the network;
+        "gone", its writer's process does not exist any more; "unknown", it can't be reached."""
         incarnation = request.peer.rpartition(" ")[2]
         if not incarnation:
             return "drained"
@@ -176,7 +199,14 @@ class PrefillPeer:
             if error.code() != grpc.StatusCode.UNAVAILABLE:
                 return "unknown"
             return "gone" if await self._accepts_connections() is False else "unknown"
-        return "drained" if reply.callee.id == incarnation else "gone"
+        if reply.callee.id != incarnation:
+            return "gone"
+        return "failed" if reply.state == prefill_pb2.CancelReply.STATE_DRAINED_AFTER_FAILURE else "drained"
+
+    def forget(self, incarnation: str) -> None:
+        """The next request shakes hands again, if that is the incarnation known."""
+        if self._known == incarnation:
+            self._known = ""
 
     async def _accepts_connections(self) -> bool | None:
         """True when somebody listens at the peer's address, False when its host answers that nobody does: the
@@ -215,6 +245,9 @@ class PrefillPeer:
         if made.reason is ErrorReason.INTERNAL:
             # Its fault, not ours: routers count it against the right worker.
             return ServiceError(ErrorReason.PREFILL_FAILED, f"prefill {self.address}: {made.message}")
+        if made.reason is ErrorReason.DEADLINE_EXCEEDED:
+            # Prefill says which of its deadlines passed; a bare status is that of the call itself.
+            self._metrics.deadlines.labels(made.field.removesuffix("_timeout_s") or "call").inc()
         if made.reason is not ErrorReason.PREFILL_UNAVAILABLE:
             return made
         return ServiceError(

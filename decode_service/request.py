@@ -61,6 +61,8 @@ class DecodeRequest:
         self.phase: Phase = "queued"
         self.resources: RequestResources | None = None
         self.peer = ""
+        # The Mooncake session that its writer was given.
+        self.session = ""
         self.prefill_answered = False
         # The client has its answer; the id may be used again even if memory is still being given back.
         self.answered = False

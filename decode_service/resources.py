@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.kv.layout import host_page_count, logical_page_count
 from decode_service.device_pools import DevicePools
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.page_allocator import PageAllocator
+from decode_service.staging import StagingPool
 
 
 @dataclass(frozen=True)
 class RequestResources:
-    """host_pages and logical_pages are ids of two different pools, in the order of the request's tokens."""
+    """host_pages and logical_pages are ids of two different pools, in the order of the request's tokens;
+    staging_pages those of a third, for the prompt alone, with staged admission."""
 
     host_pages: tuple[int, ...]
     logical_pages: tuple[int, ...]
     window_slot: int
     state_slot: int
     hot_slot: int
+    staging_pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,26 +37,42 @@ class PoolUse:
 class ResourcePools:
     """Used by the engine's thread; the counts may be read from any."""
 
-    def __init__(self, host: DeepSeekV4PagedHostPool, device: DevicePools, hot_slots: PageAllocator) -> None:
+    def __init__(
+        self,
+        host: DeepSeekV4PagedHostPool,
+        device: DevicePools,
+        hot_slots: PageAllocator,
+        staging: StagingPool | None = None,
+    ) -> None:
+        """With `staging`, prompts land there and admission is staged."""
         self._host = host.allocator
         self._device = device
         self._hot = hot_slots
-        self._allocators = (self._host, device.logical, device.window_slots, device.state_slots, hot_slots)
+        self._staging = staging.allocator if staging is not None else None
+        self._allocators = [self._host, device.logical, device.window_slots, device.state_slots, hot_slots]
+        if self._staging is not None:
+            self._allocators.append(self._staging)
 
-    def fits_ever(self, tokens: int) -> bool:
-        """Whether a request of `tokens` tokens in all fits empty pools."""
-        return host_page_count(tokens) <= self._host.total and logical_page_count(tokens) <= self._device.logical.total
+    def fits_ever(self, tokens: int, prompt_tokens: int = 0) -> bool:
+        """Whether a request of `tokens` tokens in all, `prompt_tokens` of them its prompt, fits empty pools."""
+        return (
+            host_page_count(tokens) <= self._host.total
+            and logical_page_count(tokens) <= self._device.logical.total
+            and (self._staging is None or host_page_count(prompt_tokens) <= self._staging.total)
+        )
 
-    def reserve(self, tokens: int) -> RequestResources | None:
-        """Everything that a request of `tokens` tokens in all will need, its state slot cleared; None, and nothing
-        taken, when a pool is short."""
-        needs = (
+    def reserve(self, tokens: int, prompt_tokens: int = 0) -> RequestResources | None:
+        """Everything that a request of `tokens` tokens in all, `prompt_tokens` of them its prompt, will need, its
+        state slot cleared; None, and nothing taken, when a pool is short."""
+        needs = [
             (self._host, host_page_count(tokens)),
             (self._device.logical, logical_page_count(tokens)),
             (self._device.window_slots, 1),
             (self._device.state_slots, 1),
             (self._hot, 1),
-        )
+        ]
+        if self._staging is not None:
+            needs.append((self._staging, host_page_count(prompt_tokens)))
         taken: list[tuple[PageAllocator, list[int]]] = []
         for allocator, count in needs:
             pages = allocator.take(count)
@@ -62,9 +81,16 @@ class ResourcePools:
                     other.release(ids)
                 return None
             taken.append((allocator, pages))
-        host, logical, window, state, hot = (ids for _, ids in taken)
+        host, logical, window, state, hot, *staging = (ids for _, ids in taken)
         self._device.clear_state(state[0])
-        return RequestResources(tuple(host), tuple(logical), window[0], state[0], hot[0])
+        landing = tuple(staging[0]) if staging else ()
+        return RequestResources(tuple(host), tuple(logical), window[0], state[0], hot[0], landing)
+
+    def release_staging(self, resources: RequestResources) -> RequestResources:
+        """The prompt is on the host: gives its staging pages back; what the request holds from now on."""
+        if self._staging is not None:
+            self._staging.release(resources.staging_pages)
+        return replace(resources, staging_pages=())
 
     def release(self, resources: RequestResources) -> None:
         """Raises ValueError when any of it is not owned (a second release)."""
@@ -94,10 +120,13 @@ class ResourcePools:
             )
 
     def _parts(self, resources: RequestResources) -> list[tuple[PageAllocator, list[int]]]:
-        return [
+        parts = [
             (self._host, list(resources.host_pages)),
             (self._device.logical, list(resources.logical_pages)),
             (self._device.window_slots, [resources.window_slot]),
             (self._device.state_slots, [resources.state_slot]),
             (self._hot, [resources.hot_slot]),
         ]
+        if self._staging is not None:
+            parts.append((self._staging, list(resources.staging_pages)))
+        return parts

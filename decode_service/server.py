@@ -22,8 +22,10 @@ from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import RegionTable, TransferTicket
 from decode_service.engine import DecodeEngine
+from decode_service.landings import Landings
 from decode_service.metrics import DecodeMetrics
 from decode_service.prefill_client import Prefilled, PrefillPeer
+from decode_service.quarantine import Quarantine
 from decode_service.request import DecodeRequest, Event, FailedEvent, FinishedEvent, ReservedEvent, TokenEvent
 from decode_service.resources import RequestResources
 from decode_service.settings import DecodeSettings
@@ -33,7 +35,7 @@ _REASONS = {
     "length": decode_pb2.FINISH_REASON_LENGTH,
     "abort": decode_pb2.FINISH_REASON_ABORT,
 }
-PROBE_INTERVAL_S = 0.5
+RETRY_S = 0.2
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -45,7 +47,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         incarnation: common_pb2.Incarnation,
         engine: DecodeEngine,
         regions: RegionTable,
-        session: str,
+        landings: Landings,
         metrics: DecodeMetrics,
         memory: LandedMemory,
         tls: Tls | None = None,
@@ -58,7 +60,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._incarnation = incarnation
         self._engine = engine
         self._regions = regions
-        self._session = session
+        self._landings = landings
+        self._quarantine = Quarantine(settings.quarantine_alarm_s, settings.quarantine_max_share)
         self._metrics = metrics
         self._memory = memory
         self._peers: dict[str, PrefillPeer] = {}
@@ -173,6 +176,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             event = await asyncio.wait_for(events.get(), timeout_s)
         except TimeoutError:
+            self._metrics.deadlines.labels("reserve").inc()
             raise ServiceError(
                 ErrorReason.DEADLINE_EXCEEDED,
                 f"no memory came free within the queue's {timeout_s:g} s",
@@ -190,10 +194,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Runs the handover; an abort by an operator ends the wait."""
         handover = Handover(mine.prompt_tokens)
         ticket = TransferTicket(
-            session=self._session,
+            session="",
             receiver_id=self._incarnation.id,
             regions=self._regions,
-            host_pages=resources.host_pages[: handover.host_pages],
+            host_pages=(resources.staging_pages or resources.host_pages)[: handover.host_pages],
             logical_pages=resources.logical_pages[: handover.logical_pages],
             window_slot=resources.window_slot,
             state_slot=resources.state_slot,
@@ -236,18 +240,30 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if state == "drained":
             await asyncio.wrap_future(self._engine.release(mine))
             return
+        if state == "unknown":
+            self._metrics.deadlines.labels("drain").inc()
+        self._quarantine.enter(mine.generation)
         await asyncio.wrap_future(self._engine.quarantine(mine))
         log = structlog.get_logger()
         log.warning("pages quarantined", request_id=mine.request_id, peer=mine.peer, writer=state)
-        end = time.monotonic() + self._settings.quarantine_timeout_s
-        while state == "unknown" and time.monotonic() < end:
-            await asyncio.sleep(PROBE_INTERVAL_S)
-            state = await peer.drain(mine)
-        if state != "drained":
-            # What the dead writer sent may still be in this host's socket buffers.
-            await asyncio.sleep(self._settings.settle_s)
+        incarnation = mine.peer.rpartition(" ")[2]
+        peer.forget(incarnation)
+        alarm = ""
+        while not await self._landings.fence(incarnation, mine.session):
+            if not alarm and (alarm := self.quarantine_alarm()):
+                log.error("quarantine alarm", detail=alarm, request_id=mine.request_id)
+            await asyncio.sleep(RETRY_S)
         await asyncio.wrap_future(self._engine.unquarantine(mine))
-        log.warning("pages released from quarantine", request_id=mine.request_id, writer=state)
+        seconds = self._quarantine.leave(mine.generation)
+        self._metrics.quarantine_seconds.observe(seconds)
+        log.warning("pages released from quarantine", request_id=mine.request_id, writer=state, seconds=seconds)
+
+    def quarantine_alarm(self) -> str:
+        """Why somebody should look at what is set aside, or ""."""
+        return self._quarantine.alarm(self._engine.pools.use())
+
+    def quarantine_oldest_s(self) -> float:
+        return self._quarantine.oldest_s()
 
     def _peer(self, address: str) -> PrefillPeer:
         host, _, port = address.rpartition(":")
@@ -261,7 +277,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         peer = self._peers.get(address)
         if peer is None:
             peer = PrefillPeer(
-                address, self._settings, self._layout, self._incarnation, self._metrics, self._memory, self._tls
+                address,
+                self._settings,
+                self._layout,
+                self._incarnation,
+                self._metrics,
+                self._landings,
+                self._memory,
+                self._tls,
             )
             self._peers[address] = peer
         return peer

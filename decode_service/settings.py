@@ -29,6 +29,12 @@ class DecodeSettings(WorkerSettings):
     logical_pages: Positive = Field(4096, description="device pages (256 tokens each): index keys and C128 rows")
     max_requests: Positive = Field(64, description="requests with memory at a time: hot, window and state slots")
     max_batch: Positive = Field(32, description="requests decoded in one step")
+    admission: Literal["direct", "staged"] = Field(
+        "direct", description="C4 pages land in the host pool at once, or in device pages that are copied there"
+    )
+    staging_pages: Positive = Field(
+        1024, description="with staged admission, device pages (256 tokens each) for prompts"
+    )
     hot_entries: int = Field(0, ge=0, description="hot buffer rows of a request and C4 layer; 0 = 4 x index_topk")
     max_context_tokens: int = Field(0, ge=0, description="longest prompt + output; 0 = what model and pools allow")
     max_queued: Positive = Field(256, description="requests that may wait for memory; more get RESOURCE_EXHAUSTED")
@@ -45,9 +51,11 @@ class DecodeSettings(WorkerSettings):
     prefill_queue_timeout_s: Seconds = Field(120, description="longest wait in the prefill service's queue")
     prefill_timeout_s: Seconds = Field(600, description="longest time from prefill's start to its last byte")
     transfer_timeout_s: Seconds = Field(30, description="longest time for one post of pages")
-    cancel_timeout_s: Seconds = Field(30, description="longest wait for prefill to say that a request is drained")
+    cancel_timeout_s: Seconds = Field(
+        10, description="longest wait for prefill to say that a request is drained; then its session is fenced"
+    )
     handshake_timeout_s: Seconds = Field(5, description="longest wait for a prefill service's Hello")
-    quarantine_timeout_s: Seconds = Field(120, description="after this, pages of a vanished writer are free again")
-    settle_s: Seconds = Field(0.2, description="wait between a writer's proven end and the reuse of its pages")
+    quarantine_alarm_s: Seconds = Field(10, description="alarm when pages of a vanished writer are set aside longer")
+    quarantine_max_share: float = Field(0.5, gt=0, le=1, description="alarm when more than this of a pool is set aside")
     drain_timeout_s: Seconds = Field(30, description="on SIGTERM, longest wait for running requests")
     profile_directory: Path = Field(Path("profiles"), description="where StartProfile puts its traces")

@@ -35,19 +35,23 @@ class HandoverCheck:
     ratios: tuple[tuple[int, int], ...]
     peer: str
     memory: LandedMemory = field(default_factory=LandedMemory)
+    repeated: int = 0
     _covered: dict[tuple[int, RegionKind], set[int]] = field(
         default_factory=lambda: dict[tuple[int, RegionKind], set[int]]()
     )
 
     def add(self, ranges: Iterable[LandedRange]) -> None:
-        """Raises ServiceError: DIGEST_MISMATCH for other bytes than were sent, TRANSFER_FAILED for a range that is
-        not this request's or came twice."""
+        """A range that came before is counted in `repeated` and ignored. Raises ServiceError: DIGEST_MISMATCH for
+        other bytes than were sent, TRANSFER_FAILED for a range that is not this request's or overlaps another."""
         for landed in ranges:
             where = f"{landed.kind.name} {landed.first} ... {landed.first + landed.count - 1} of layer {landed.layer}"
             items = set(range(landed.first, landed.first + landed.count))
             seen = self._covered.setdefault((landed.layer, landed.kind), set())
+            if items and items <= seen:
+                self.repeated += 1
+                continue
             if seen & items:
-                raise ServiceError(ErrorReason.TRANSFER_FAILED, f"{where} from {self.peer} came twice")
+                raise ServiceError(ErrorReason.TRANSFER_FAILED, f"{where} from {self.peer} came twice in part")
             try:
                 pieces = list(self._pieces(landed))
             except (ValueError, IndexError) as error:

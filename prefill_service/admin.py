@@ -12,6 +12,7 @@ from common.transfer.send_ring import SendRing
 from common.transfer.sender import TransferSender
 from common.version import VERSION
 from prefill_service.engine import PrefillEngine
+from prefill_service.metrics import PrefillMetrics
 from prefill_service.server import PrefillServicer
 
 PHASES = ("queued", "computing", "sending", "ended")
@@ -27,6 +28,7 @@ class PrefillAdmin(AdminBasics):
         ring: SendRing,
         sender: TransferSender,
         servicer: PrefillServicer,
+        metrics: PrefillMetrics,
         worker: WorkerServer,
         model_name: str,
         session: str,
@@ -38,6 +40,7 @@ class PrefillAdmin(AdminBasics):
         self._ring = ring
         self._sender = sender
         self._servicer = servicer
+        self._metrics = metrics
         self._model_name = model_name
         self._session = session
         self._max_context_tokens = max_context_tokens
@@ -63,7 +66,7 @@ class PrefillAdmin(AdminBasics):
                 )
                 for phase in PHASES
             ],
-            counters={"undrained_posts": float(self._sender.undrained())},
+            counters={"undrained_posts": float(self._sender.undrained())} | self._metrics.counts(),
             max_context_tokens=self._max_context_tokens,
             model_name=self._model_name,
             mooncake_session=self._session,

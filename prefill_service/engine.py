@@ -24,7 +24,7 @@ from prefill_service.sequence_kv import SequenceKV
 
 RING_WAIT_S = 0.005
 IDLE_WAIT_S = 0.2
-MAX_REFUSED = 4096
+MAX_REMEMBERED = 1 << 16
 
 
 class PrefillEngine:
@@ -49,8 +49,9 @@ class PrefillEngine:
         self._max_queued = max_queued
         self._lock = threading.Lock()
         self._jobs: dict[str, PrefillJob] = {}
-        # Keys that were cancelled while no job had them, oldest first: their request may still be on its way.
-        self._refused: dict[str, None] = {}
+        # Keys that are over, oldest first, and whether a write of theirs failed. A message about one is late: a
+        # request for it must never be computed, since its memory is somebody else's by now.
+        self._over: dict[str, bool] = {}
         self._arrived: queue.SimpleQueue[PrefillJob | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="prefill-engine", daemon=True)
@@ -77,12 +78,17 @@ class PrefillEngine:
     def submit(self, job: PrefillJob) -> tuple[int, int]:
         """Queues a job; returns how many requests and tokens are ahead of it.
 
-        Raises ServiceError: DUPLICATE_REQUEST for a living key, CANCELLED for one whose Cancel came first, QUEUE_FULL.
+        Raises ServiceError: DUPLICATE_REQUEST for a living key, STALE_GENERATION for one that is over (its Cancel
+        may have come first), QUEUE_FULL.
         """
         with self._lock:
-            if job.key in self._refused:
-                raise ServiceError(ErrorReason.CANCELLED, f"request {job.key} was cancelled before it came")
+            if job.key in self._over:
+                self._metrics.late_messages.labels("request").inc()
+                raise ServiceError(
+                    ErrorReason.STALE_GENERATION, f"request {job.key} is over", field="key", theirs=job.key
+                )
             if job.key in self._jobs:
+                self._metrics.late_messages.labels("request").inc()
                 raise ServiceError(
                     ErrorReason.DUPLICATE_REQUEST, f"request {job.key} is here already", field="key", theirs=job.key
                 )
@@ -105,9 +111,8 @@ class PrefillEngine:
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
-                self._refused[key] = None
-                if len(self._refused) > MAX_REFUSED:
-                    del self._refused[next(iter(self._refused))]
+                self._metrics.late_messages.labels("cancel").inc()
+                self._remember(key, self._over.get(key, False))
         if job is not None:
             job.cancel()
             self._sender.cancel(key)
@@ -120,7 +125,18 @@ class PrefillEngine:
         """Called by a job when its last reference is back."""
         with self._lock:
             self._jobs.pop(job.key, None)
+            self._remember(job.key, job.writes_failed)
         self._sender.forget(job.key)
+
+    def writes_failed(self, key: str) -> bool:
+        """Whether a write of a request that is over failed half-way."""
+        with self._lock:
+            return self._over.get(key, False)
+
+    def _remember(self, key: str, writes_failed: bool) -> None:
+        self._over[key] = writes_failed
+        if len(self._over) > MAX_REMEMBERED:
+            del self._over[next(iter(self._over))]
 
     def _loop(self) -> None:
         idle = True

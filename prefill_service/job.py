@@ -52,6 +52,7 @@ class DoneEvent:
     bytes_sent: int
     last_chunk_unix_ns: int
     chunks: int
+    transfer_ns: int
     seed: int
 
 
@@ -117,7 +118,9 @@ class PrefillJob:
         self._computed_ns = 0
         self._unlanded = 0
         self._bytes = 0
+        self._transfer_ns = 0
         self._chunks = 0
+        self._writes_failed = False
         self._rest: tuple[SentRange, ...] = ()
         self._first_token: SampledToken | None = None
         self.prompt_logprobs: list[SampledToken] = []
@@ -130,6 +133,12 @@ class PrefillJob:
     def phase(self) -> Phase:
         with self._lock:
             return self._phase
+
+    @property
+    def writes_failed(self) -> bool:
+        """A write failed: bytes of it may be on the network although none is alive here. Final once `gone`."""
+        with self._lock:
+            return self._writes_failed
 
     def start(self) -> None:
         """The engine begins with it."""
@@ -164,6 +173,9 @@ class PrefillJob:
                 self.fail(_service_error(error))
 
         def drained(_: Future[None]) -> None:
+            if post.failed:
+                with self._lock:
+                    self._writes_failed = True
             use.release()
             self.release()
 
@@ -210,6 +222,7 @@ class PrefillJob:
         with self._lock:
             self._unlanded -= 1
             self._bytes += receipt.size
+            self._transfer_ns += receipt.landed_unix_ns - receipt.posted_unix_ns
             ended = self._phase == "ended"
         if pages is not None and not ended:
             self._emit(PagesSentEvent(pages[0], pages[1], computed, receipt, tuple(ranges)))
@@ -231,6 +244,7 @@ class PrefillJob:
                 bytes_sent=self._bytes,
                 last_chunk_unix_ns=self._computed_ns,
                 chunks=self._chunks,
+                transfer_ns=self._transfer_ns,
                 seed=self.sampling.settings.seed,
             )
         self._emit(done)

@@ -105,7 +105,12 @@ async def serve(settings: PrefillSettings) -> None:
     transfer.register(ring.memory.data_ptr(), ring.size)
     sender = TransferSender(
         transfer,
-        SenderSettings(settings.transfer_run_bytes, settings.transfer_batch_runs, settings.transfer_batch_bytes),
+        SenderSettings(
+            settings.transfer_run_bytes,
+            settings.transfer_batch_runs,
+            settings.transfer_batch_bytes,
+            max_bytes_per_s=settings.transfer_bytes_per_s,
+        ),
         on_failure=lambda reason: metrics.transfer_failures.labels(reason).inc(),
     )
     scheduler = Scheduler(
@@ -122,6 +127,7 @@ async def serve(settings: PrefillSettings) -> None:
         ring,
         sender,
         servicer,
+        metrics,
         worker,
         settings.model_name or settings.model.resolve().name,
         transfer.session,

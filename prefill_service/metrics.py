@@ -33,9 +33,27 @@ class PrefillMetrics:
         self.transfer_failures = Counter(
             "dsv4pd_prefill_transfer_failures", "Posts of pages that failed.", ["reason"], registry=r
         )
+        self.deadlines = Counter("dsv4pd_prefill_deadlines", "Deadlines that passed.", ["which"], registry=r)
+        self.late_messages = Counter(
+            "dsv4pd_prefill_late_messages",
+            "Messages about requests that are over or here already.",
+            ["what"],
+            registry=r,
+        )
         self.ring_waits = Counter("dsv4pd_prefill_ring_waits", "Steps put off as the send ring was full.", registry=r)
         self.requests = Gauge("dsv4pd_prefill_requests", "Prompts in the service.", ["phase"], registry=r)
         self.ring_bytes = Gauge("dsv4pd_prefill_ring_bytes", "Send ring bytes in use.", registry=r)
+
+    def counts(self) -> dict[str, float]:
+        """Deadlines that passed and messages that were ignored, for GetStatus."""
+        families = {"deadline": self.deadlines, "late": self.late_messages}
+        return {
+            "_".join([name, *sample.labels.values()]): sample.value
+            for name, counter in families.items()
+            for family in counter.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
 
     def step(self, seconds: float, tokens: int) -> None:
         self.step_seconds.observe(seconds)

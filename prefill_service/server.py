@@ -69,6 +69,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             try:
                 await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.gone)), timeout)
             except TimeoutError:
+                self._metrics.deadlines.labels("drain").inc()
                 error = ServiceError(
                     ErrorReason.DEADLINE_EXCEEDED,
                     f"writes of {key} are still in flight after {timeout:g} s",
@@ -76,6 +77,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 )
                 await abort(context, error)
             state = prefill_pb2.CancelReply.STATE_DRAINED
+        if self._engine.writes_failed(key):
+            state = prefill_pb2.CancelReply.STATE_DRAINED_AFTER_FAILURE
         return prefill_pb2.CancelReply(state=state, callee=self._incarnation)
 
     async def Prefill(
@@ -99,6 +102,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             yield self._message(request.key, queued=queued)
             async for event in self._events(job, events, request):
                 if isinstance(event, FailedEvent):
+                    if event.error.reason is ErrorReason.DEADLINE_EXCEEDED:
+                        self._metrics.deadlines.labels(event.error.field.removesuffix("_timeout_s")).inc()
                     self._metrics.failures.labels(event.error.reason.name.lower()).inc()
                     structlog.get_logger().warning("prefill failed", reason=event.error.reason.name, detail=str(event))
                     await abort(context, event.error)
@@ -229,6 +234,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         bytes_sent=event.bytes_sent,
                         last_chunk_unix_ns=event.last_chunk_unix_ns,
                         chunks=event.chunks,
+                        transfer_ns=event.transfer_ns,
                     ),
                 ),
             )

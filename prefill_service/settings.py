@@ -40,6 +40,7 @@ class PrefillSettings(WorkerSettings):
     transfer_batch_runs: Positive = Field(16, description="writes posted at once to a peer")
     transfer_batch_bytes: Positive = Field(64 << 20, description="bytes posted at once to a peer")
     transfer_run_bytes: Positive = Field(8 << 20, description="longest single write")
+    transfer_bytes_per_s: int = Field(0, ge=0, description="most bytes a second to one peer; 0 = no bound")
 
     queue_timeout_s: Seconds = Field(120, description="longest wait before computing starts")
     prefill_timeout_s: Seconds = Field(600, description="longest time from start to last byte sent")

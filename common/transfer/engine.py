@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import bisect
 import os
+import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import structlog
 
 REGISTER_CHUNK_BYTES = 1 << 30
+FENCE_POLL_S = 0.002
 _APT_PACKAGES = "libibverbs1 librdmacm1 libnuma1 libcurl4"
+_starting = threading.Lock()
 
 
 class TransferUnavailableError(RuntimeError):
@@ -71,8 +76,13 @@ class TransferEngine:
                 f"mooncake can't be imported ({error}); install exactly one of the mooncake-transfer-engine wheels "
                 f"and, on Debian, apt-get install {_APT_PACKAGES}"
             ) from None
+        self._protocol = settings.protocol
         self._engine: Any = Mooncake()
-        status = self._engine.initialize(settings.hostname, "P2PHANDSHAKE", settings.protocol, settings.device)
+        # Mooncake does not say on which port it takes data: it is what listens now and did not before.
+        with _starting:
+            before = _listening()
+            status = self._engine.initialize(settings.hostname, "P2PHANDSHAKE", settings.protocol, settings.device)
+            self._ports = frozenset(_listening() - before)
         if status != 0:
             raise TransferUnavailableError(
                 f"mooncake did not start: initialize({settings.hostname!r}, {settings.protocol!r}) gave {status}"
@@ -121,8 +131,48 @@ class TransferEngine:
         # -2 says that a time limit passed; the write is still alive.
         return "failed" if status == -1 else "running"
 
+    def fence(self, timeout_s: float) -> bool:
+        """Ends the session for good; True when not one byte of its writers can land any more. Idempotent.
+
+        Unregistering is not enough: a write whose header was taken goes on to its end afterwards, hours later if
+        its sender was stopped in between. Over TCP the connections are shut down and waited for; one that comes
+        later finds nothing registered. The engine stays, so that no other session gets its ports. Over RDMA the
+        engine is destroyed, and its queue pairs with it, which holds the interpreter for up to a second.
+        """
+        self.close()
+        if self._protocol == "rdma":
+            self._engine = None
+            return True
+        end = time.monotonic() + timeout_s
+        while self._shut_down_connections():
+            if time.monotonic() > end:
+                return False
+            time.sleep(FENCE_POLL_S)
+        return True
+
+    def _shut_down_connections(self) -> int:
+        """Shuts down what is connected to this engine; returns how many connections there are."""
+        found = 0
+        for connection in psutil.Process().net_connections("tcp"):
+            local = connection.laddr.port if connection.laddr else 0
+            if local not in self._ports or connection.status == psutil.CONN_LISTEN or connection.fd < 0:
+                continue
+            found += 1
+            try:
+                copy = socket.socket(fileno=os.dup(connection.fd))
+            except OSError:
+                continue
+            with copy:
+                # The number may belong to another connection by now.
+                try:
+                    if copy.getsockname()[1] in self._ports:
+                        copy.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue
+        return found
+
     def close(self) -> None:
-        """Unregisters everything; nobody can write into this process's memory afterwards. Idempotent."""
+        """Unregisters everything: no new write into this process's memory begins afterwards. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -130,3 +180,12 @@ class TransferEngine:
             registered, self._registered = self._registered, []
         for address in registered:
             self._engine.unregister_memory(address)
+
+
+def _listening() -> set[int]:
+    """TCP ports on which this process listens."""
+    return {
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }

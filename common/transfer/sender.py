@@ -18,6 +18,7 @@ import structlog
 
 from common.errors import ErrorReason, ServiceError
 from common.transfer.engine import TransferEngine
+from common.transfer.pace import Pace
 from common.transfer.plan import Run, batches, merge
 
 POLL_S = 0.0002
@@ -26,12 +27,13 @@ IDLE_S = 0.5
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """Bounds of what is posted at once to one peer, and of what waits."""
+    """Bounds of what is posted at once to one peer, of what waits, and of bytes a second to one peer (0 = none)."""
 
     max_run_bytes: int = 8 << 20
     max_batch_runs: int = 16
     max_batch_bytes: int = 64 << 20
     max_queued_posts: int = 1024
+    max_bytes_per_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Receipt:
 @dataclass
 class Post:
     """Some writes of one request to one peer. `done` gets a Receipt or a ServiceError; `drained` gets None
-    when no write of the post can land any more, never before `done`."""
+    when no write of the post is alive in this process any more, never before `done`. Where `failed` says that a
+    write failed, bytes of it may still be on the network: only the receiver can fence those."""
 
     key: str
     session: str
@@ -55,6 +58,7 @@ class Post:
     done: Future[Receipt] = field(default_factory=lambda: Future[Receipt]())
     drained: Future[None] = field(default_factory=lambda: Future[None]())
     alive: set[int] = field(default_factory=lambda: set[int]())
+    failed: bool = False
 
 
 class TransferSender:
@@ -175,18 +179,20 @@ class TransferSender:
         with self._lock:
             return self._closed or post.key in self._cancelled
 
-    def _run(self, post: Post, linger: list[Post]) -> None:
+    def _run(self, post: Post, linger: list[Post], pace: Pace) -> None:
         """One post, on its peer's thread. Writes that outlive it go to `linger`."""
         posted = time.time_ns()
         end = time.monotonic() + post.deadline
         error: ServiceError | None = None
         try:
             for batch in batches(post.runs, self._settings.max_batch_runs, self._settings.max_batch_bytes):
+                pace.wait(sum(run.size for run in batch), end, lambda: self._stopped(post))
                 error = self._write(post, batch, end)
                 if error is not None:
                     break
         except Exception as cause:  # noqa: BLE001 - native code; the thread must go on
             structlog.get_logger().exception("transfer engine raised", peer=post.session)
+            post.failed = True
             error = ServiceError(ErrorReason.TRANSFER_FAILED, f"transfer to {post.session}: {cause!r}")
         if error is None:
             post.done.set_result(Receipt(sum(run.size for run in post.runs), posted, time.time_ns()))
@@ -200,10 +206,13 @@ class TransferSender:
             self._drained(post)
 
     def _write(self, post: Post, batch: list[Run], end: float) -> ServiceError | None:
-        failed = False
+        failed = late = False
         for run in batch:
             if self._stopped(post):
                 return self._cancel_error(post)
+            if time.monotonic() > end:
+                late = True
+                break
             transfer = self._engine.submit_write(post.session, run.source, run.target, run.size)
             if transfer == 0:
                 failed = True
@@ -221,9 +230,9 @@ class TransferSender:
             )
         if self._stopped(post):
             return self._cancel_error(post)
-        if post.alive:
+        if late or post.alive:
             return ServiceError(
-                ErrorReason.TRANSFER_FAILED,
+                ErrorReason.DEADLINE_EXCEEDED,
                 f"writes to {post.session} did not end within {post.deadline:g} s",
                 field="transfer_timeout_s",
                 ours=post.deadline,
@@ -238,6 +247,7 @@ class TransferSender:
             if state != "running":
                 post.alive.discard(transfer)
                 failed = failed or state == "failed"
+        post.failed = post.failed or failed
         return failed
 
     def _cancel_error(self, post: Post) -> ServiceError:
@@ -259,7 +269,7 @@ class _Peer:
         self,
         session: str,
         settings: SenderSettings,
-        run: Callable[[Post, list[Post]], None],
+        run: Callable[[Post, list[Post], Pace], None],
         poll: Callable[[list[Post]], None],
         forget: Callable[[str], bool],
     ) -> None:
@@ -269,6 +279,7 @@ class _Peer:
         self._forget = forget
         self._linger: list[Post] = []
         self._poll = poll
+        self._pace = Pace(settings.max_bytes_per_s)
         self.thread = threading.Thread(target=self._loop, name=f"send-{session}", daemon=True)
         self.thread.start()
 
@@ -289,6 +300,6 @@ class _Peer:
             if post is None:
                 stopping = True
             else:
-                self._run(post, self._linger)
+                self._run(post, self._linger, self._pace)
             if stopping and self.queue.empty() and not self._linger:
                 return

@@ -80,6 +80,12 @@ class Cluster:
     def phase(self, service: Service, name: str) -> int:
         return sum(p.requests for p in service.status(check_integrity=False).phases if p.phase == name)
 
+    def living(self) -> list[str]:
+        """Ids of the requests that the decode service has."""
+        with grpc.insecure_channel(self.decode.address) as channel:
+            found = admin_pb2_grpc.AdminStub(channel).ListRequests(admin_pb2.ListRequestsRequest(), timeout=10)
+        return [request.key.request_id for request in found.requests]
+
     def wait_phase(self, service: Service, name: str, timeout_s: float = 20.0) -> None:
         end = time.monotonic() + timeout_s
         # One channel for all questions: a phase may last but a moment.
@@ -94,10 +100,19 @@ class Cluster:
 
     def generate(self, request_id: str, token_ids: Sequence[int], max_tokens: int = 16, **sampling: Any) -> Answer:
         """One request over gRPC, to its end. Raises grpc.RpcError."""
+        return self._generate(self.prefill.address, request_id, token_ids, max_tokens, **sampling)
+
+    def generate_from(self, prefill: str, request_id: str, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The tokens of one request by the prefill at that address. Raises grpc.RpcError."""
+        return self._generate(prefill, request_id, token_ids, max_tokens).tokens
+
+    def _generate(
+        self, prefill: str, request_id: str, token_ids: Sequence[int], max_tokens: int, **sampling: Any
+    ) -> Answer:
         sampling = {"ignore_eos": True} | sampling
         request = decode_pb2.GenerateRequest(
             request_id=request_id,
-            prefill_address=self.prefill.address,
+            prefill_address=prefill,
             token_ids=token_ids,
             sampling=common_pb2.SamplingParams(max_tokens=max_tokens, **sampling),
         )

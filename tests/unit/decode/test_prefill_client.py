@@ -48,6 +48,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.events = events
         self.mute = mute
         self.layout = layout
+        self.cancelled = prefill_pb2.CancelReply.STATE_DRAINED
         self.calls: list[str] = []
         self.server: Any = None
 
@@ -76,7 +77,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
     async def Cancel(self, request: Any, context: Any) -> prefill_pb2.CancelReply:
         await self._enter("Cancel")
-        return prefill_pb2.CancelReply(state=prefill_pb2.CancelReply.STATE_DRAINED, callee=self.me)
+        return prefill_pb2.CancelReply(state=self.cancelled, callee=self.me)
 
 
 class Receiver:
@@ -118,11 +119,37 @@ class Receiver:
         )
 
 
-def make_peer(port: int, metrics: DecodeMetrics | None = None, **settings: float) -> PrefillPeer:
+class FakeLandings:
+    """Counts sessions and fences; a session is named by its writer."""
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.fenced: list[str] = []
+
+    async def open(self, incarnation: str) -> str:
+        self.opened.append(incarnation)
+        return f"session of {incarnation}"
+
+    async def fence(self, incarnation: str, session: str) -> bool:
+        self.fenced.append(incarnation)
+        return True
+
+    async def retire(self, incarnation: str) -> None:
+        self.fenced.append(incarnation)
+
+
+def make_peer(port: int, metrics: DecodeMetrics | None = None, landings: Any = None, **settings: float) -> PrefillPeer:
     made = DecodeSettings.load(
         ["--model", "/m", *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items())]
     )
-    return PrefillPeer(f"127.0.0.1:{port}", made, LAYOUT, new_incarnation("decode"), metrics or DecodeMetrics())
+    return PrefillPeer(
+        f"127.0.0.1:{port}",
+        made,
+        LAYOUT,
+        new_incarnation("decode"),
+        metrics or DecodeMetrics(),
+        landings or FakeLandings(),
+    )
 
 
 async def test_a_whole_handover_is_accepted():
@@ -160,11 +187,20 @@ async def test_a_restarted_service_is_used_although_the_channel_still_backs_off(
 
 async def test_a_service_that_restarted_unnoticed_refuses_once_and_is_asked_again():
     receiver = Receiver()
-    fake = FakePrefill(lambda _: [receiver.done()])
-    peer = make_peer(await fake.start())
+    fake, landings, sessions = FakePrefill(), FakeLandings(), list[str]()
+
+    def events(request: Any) -> list[prefill_pb2.PrefillEvent]:
+        sessions.append(request.ticket.session)
+        return [receiver.done()]
+
+    fake.events = events
+    peer = make_peer(await fake.start(), landings=landings)
     await peer.run(receiver.request, receiver.ticket)
-    fake.me = new_incarnation("prefill")
+    before, fake.me = fake.me, new_incarnation("prefill")
     await peer.run(receiver.request, receiver.ticket)
+    # The old incarnation's session is over, the new one has its own.
+    assert set(landings.fenced) == {before.id}
+    assert sessions == [f"session of {before.id}", f"session of {fake.me.id}"]
     assert fake.calls == ["Hello", "Prefill", "Prefill", "Hello", "Prefill"]
     assert receiver.request.peer.endswith(fake.me.id)
     await peer.close()
@@ -219,6 +255,21 @@ async def test_events_of_another_generation_are_ignored_and_counted():
     peer = make_peer(await fake.start(), metrics)
     await peer.run(receiver.request, receiver.ticket)
     assert metrics.registry.get_sample_value("dsv4pd_decode_late_events_total") == 1
+    await peer.close()
+    await fake.server.stop(0)
+
+
+async def test_an_event_that_comes_twice_is_ignored_and_counted():
+    receiver, metrics = Receiver(), DecodeMetrics()
+    digests = receiver.digests()
+    sent = prefill_pb2.PrefillEvent(
+        key=common_pb2.RequestKey(request_id="r", generation=77),
+        pages_sent=prefill_pb2.PagesSent(page_count=1, digests=digests[:2]),
+    )
+    fake = FakePrefill(lambda _: [sent, sent, receiver.done(leave_out=2)])
+    peer = make_peer(await fake.start(), metrics)
+    await peer.run(receiver.request, receiver.ticket)
+    assert metrics.registry.get_sample_value("dsv4pd_decode_late_events_total") == 2
     await peer.close()
     await fake.server.stop(0)
 
@@ -281,6 +332,8 @@ async def test_drain_tells_drained_from_gone_from_unknown():
     assert fake.calls == []
     await peer.run(receiver.request, receiver.ticket)
     assert await peer.drain(receiver.request) == "drained"
+    fake.cancelled = prefill_pb2.CancelReply.STATE_DRAINED_AFTER_FAILURE
+    assert await peer.drain(receiver.request) == "failed"
     fake.mute = ("Cancel",)
     assert await peer.drain(receiver.request) == "unknown"
     fake.mute, before = (), fake.me

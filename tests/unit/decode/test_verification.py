@@ -85,11 +85,15 @@ def test_a_component_that_never_came_fails_the_handover(landed, kind: RegionKind
         check.check_complete()
 
 
-def test_a_range_that_comes_twice_or_is_not_the_requests_is_refused(landed):
+def test_a_range_that_comes_again_is_counted_and_one_that_is_not_the_requests_is_refused(landed):
     check, ranges, _ = landed
     check.add(ranges)
-    with pytest.raises(ServiceError, match="came twice"):
-        check.add(ranges[:1])
+    check.add(ranges[:2])
+    assert check.repeated == 2
+    check.check_complete()
+    longer = dataclasses.replace(ranges[0], count=ranges[0].count + 1)
+    with pytest.raises(ServiceError, match="came twice in part"):
+        check.add([longer])
     with pytest.raises(ServiceError) as raised:
         check.add([LandedRange(1, RegionKind.C4, 2, 1, b"")])
     assert raised.value.reason is ErrorReason.TRANSFER_FAILED

@@ -35,7 +35,7 @@ def test_a_request_that_comes_after_its_own_cancel_is_refused():
     assert engine.cancel("a#1") is None
     with pytest.raises(ServiceError) as raised:
         engine.submit(make_job("a#1", 10))
-    assert raised.value.reason is ErrorReason.CANCELLED
+    assert raised.value.reason is ErrorReason.STALE_GENERATION
     assert not engine.jobs()
     # Another generation of the same request is another request.
     engine.submit(make_job("a#2", 10))
@@ -51,8 +51,20 @@ def test_a_request_that_is_here_is_ended_by_its_cancel():
     assert events[-1].error.reason is ErrorReason.CANCELLED
 
 
+def test_a_request_that_is_over_is_never_computed_again():
+    engine = make_engine()
+    job = make_job("a#1", 10)
+    engine.submit(job)
+    engine.gone(job)
+    with pytest.raises(ServiceError, match="a#1 is over") as raised:
+        engine.submit(make_job("a#1", 10))
+    assert raised.value.reason is ErrorReason.STALE_GENERATION
+    late = engine._metrics.registry.get_sample_value("dsv4pd_prefill_late_messages_total", {"what": "request"})
+    assert late == 1
+
+
 def test_what_is_remembered_of_cancels_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_module, "MAX_REFUSED", 3)
+    monkeypatch.setattr(engine_module, "MAX_REMEMBERED", 3)
     engine = make_engine()
     for number in range(5):
         engine.cancel(f"k{number}")

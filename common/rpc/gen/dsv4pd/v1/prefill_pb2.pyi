@@ -107,20 +107,22 @@ class PagesSent(_message.Message):
     def __init__(self, first_page: _Optional[int] = ..., page_count: _Optional[int] = ..., tokens_computed: _Optional[int] = ..., posted_unix_ns: _Optional[int] = ..., landed_unix_ns: _Optional[int] = ..., bytes: _Optional[int] = ..., digests: _Optional[_Iterable[_Union[RangeDigest, _Mapping]]] = ...) -> None: ...
 
 class PrefillTimings(_message.Message):
-    __slots__ = ("queued_ns", "compute_ns", "exposed_transfer_ns", "bytes_sent", "last_chunk_unix_ns", "chunks")
+    __slots__ = ("queued_ns", "compute_ns", "exposed_transfer_ns", "bytes_sent", "last_chunk_unix_ns", "chunks", "transfer_ns")
     QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     LAST_CHUNK_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
     queued_ns: int
     compute_ns: int
     exposed_transfer_ns: int
     bytes_sent: int
     last_chunk_unix_ns: int
     chunks: int
-    def __init__(self, queued_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., exposed_transfer_ns: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., last_chunk_unix_ns: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
+    transfer_ns: int
+    def __init__(self, queued_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., exposed_transfer_ns: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., last_chunk_unix_ns: _Optional[int] = ..., chunks: _Optional[int] = ..., transfer_ns: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("first_token", "logprobs", "digests", "timings", "seed", "prompt_logprobs")
@@ -153,9 +155,11 @@ class CancelReply(_message.Message):
         STATE_UNSPECIFIED: _ClassVar[CancelReply.State]
         STATE_DRAINED: _ClassVar[CancelReply.State]
         STATE_UNKNOWN: _ClassVar[CancelReply.State]
+        STATE_DRAINED_AFTER_FAILURE: _ClassVar[CancelReply.State]
     STATE_UNSPECIFIED: CancelReply.State
     STATE_DRAINED: CancelReply.State
     STATE_UNKNOWN: CancelReply.State
+    STATE_DRAINED_AFTER_FAILURE: CancelReply.State
     STATE_FIELD_NUMBER: _ClassVar[int]
     CALLEE_FIELD_NUMBER: _ClassVar[int]
     state: CancelReply.State
