@@ -25,6 +25,7 @@ from common.kv.layout import (
     host_page_count,
 )
 from common.model.kv_store import CacheKind
+from common.transfer.alignment import Place
 from common.transfer.digest import digest_of
 from common.transfer.plan import Run
 from common.transfer.send_ring import Span
@@ -73,6 +74,15 @@ class ChunkPlan:
     tokens: int
     start: int
     end: int
+    # The layers that this process computes and the share of them that it sends; None: all.
+    place: Place | None = None
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """(global id, ratio) of the layers computed here."""
+        if self.place is None:
+            return tuple(enumerate(self.ratios))
+        return tuple((layer, self.ratios[layer]) for layer in self.place.layers)
 
     @property
     def first_page(self) -> int:
@@ -96,7 +106,7 @@ class ChunkPlan:
         """Byte offset in the span of each layer's first page."""
         offsets: dict[tuple[int, CacheKind], int] = {}
         offset = 0
-        for layer, ratio in enumerate(self.ratios):
+        for layer, ratio in self.layers:
             for kind in caches_of_ratio(ratio):
                 offsets[layer, kind] = offset
                 offset += self.pages(kind) * _PAGES[kind].page_bytes
@@ -105,7 +115,7 @@ class ChunkPlan:
     @property
     def page_bytes(self) -> int:
         return sum(
-            self.pages(kind) * _PAGES[kind].page_bytes for ratio in self.ratios for kind in caches_of_ratio(ratio)
+            self.pages(kind) * _PAGES[kind].page_bytes for _, ratio in self.layers for kind in caches_of_ratio(ratio)
         )
 
     @property
@@ -115,8 +125,8 @@ class ChunkPlan:
             return self.page_bytes
         handover = Handover(self.tokens)
         rows = sum(run.count for run in handover.window_runs())
-        total = self.page_bytes + len(self.ratios) * rows * (WINDOW_PAGE.data_bytes + WINDOW_PAGE.scale_bytes)
-        for ratio in self.ratios:
+        total = self.page_bytes + len(self.layers) * rows * (WINDOW_PAGE.data_bytes + WINDOW_PAGE.scale_bytes)
+        for _, ratio in self.layers:
             for kind in caches_of_ratio(ratio):
                 total += sum(run.count for run in handover.state_runs(ratio)) * _STATES[kind][1]
         return total
@@ -131,39 +141,53 @@ class ChunkPlan:
 
 
 def outgoing_pages(plan: ChunkPlan, span: Span, ticket: TransferTicket, first: int, count: int) -> Outgoing:
-    """Pages first ... first+count-1 of the chunk (counted from its first page), in every layer that has them."""
+    """Pages first ... first+count-1 of the chunk (counted from its first page), in every layer that has them; of
+    those, what this rank sends."""
+    place = plan.place or Place.whole(len(plan.ratios))
     runs: list[Run] = []
     ranges: list[SentRange] = []
     for (layer, kind), offset in plan.page_offsets().items():
         have = min(first + count, plan.pages(kind)) - first
         if have <= 0:
             continue
+        mine, have = place.share_of_pages(layer, have)
+        if have == 0:
+            continue
         size, region = _PAGES[kind].page_bytes, _KINDS[kind]
         items = ticket.items_of(region)
-        begin = span.address + offset + first * size
-        place = plan.first_page + first
+        begin = span.address + offset + (first + mine) * size
+        position = plan.first_page + first + mine
         for index in range(have):
-            target = ticket.regions.address(layer, region, items[place + index], 0, size)
+            target = ticket.regions.address(layer, region, items[position + index], 0, size)
             runs.append(Run(begin + index * size, target, size))
         digest = digest_of([(begin, have * size)]) if ticket.verify else b""
-        ranges.append(SentRange(layer, region, place, have, digest))
+        ranges.append(SentRange(layer, region, position, have, digest))
     return Outgoing(runs, ranges)
 
 
 def outgoing_rest(plan: ChunkPlan, span: Span, ticket: TransferTicket, kv: SequenceKV) -> Outgoing:
-    """Of the last chunk: the partial pages, then window rows and states, which this packs into the span."""
+    """Of the last chunk: the partial pages, then window rows and states, which this packs into the span; of all of
+    them, what this rank sends."""
+    place = plan.place or Place.whole(len(plan.ratios))
     partial = outgoing_pages(plan, span, ticket, plan.complete_pages, 1)
     runs, ranges = partial.runs, partial.ranges
     handover = Handover(plan.tokens)
     cursor = plan.page_bytes
-    for layer, ratio in enumerate(plan.ratios):
+    for layer, ratio in plan.layers:
+        number = -1
         for run in handover.window_runs():
+            number += 1
+            if not place.sends_run(layer, number):
+                continue
             data, scales = kv.window_rows(layer, run.position, run.count)
             cursor = _put(span, cursor, [data, scales], WINDOW_PAGE.pieces(run.row, run.count), layer,
                           RegionKind.WINDOW, run, ticket, runs, ranges)  # fmt: skip
         for kind in caches_of_ratio(ratio):
             region, width = _STATES[kind]
             for run in handover.state_runs(ratio):
+                number += 1
+                if not place.sends_run(layer, number):
+                    continue
                 rows = kv.state_rows(layer, kind, run.position, run.count)
                 cursor = _put(span, cursor, [rows], [(run.row * width, run.count * width)], layer,
                               region, run, ticket, runs, ranges)  # fmt: skip
