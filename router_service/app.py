@@ -304,8 +304,9 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
             "prefill": {w.address: w.trouble or "usable" for w in state.workers.prefill},
             "decode": {w.address: w.trouble or "usable" for w in state.workers.decode},
         }
-        is_ready = state.workers.ready and not state.leaving
-        shown = {"ready": is_ready, "draining": state.leaving, "workers": usable}
+        leaving = state.leaving or state.draining
+        is_ready = state.workers.ready and not leaving
+        shown = {"ready": is_ready, "draining": leaving, "workers": usable}
         return JSONResponse(shown) if is_ready else JSONResponse(shown, 503, {"retry-after": "1"})
 
     @app.get("/version")
