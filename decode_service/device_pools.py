@@ -37,7 +37,8 @@ _STATE_KINDS = {
 @dataclass(frozen=True)
 class DevicePools:
     """index[layer] [logical pages, 8448] and c128[layer] [logical pages, 1728] uint8; window[layer]
-    [slots, 149760] uint8; states[layer, kind] [slots, rows, width] fp32, row of token t is t % rows."""
+    [slots, 149760] uint8; states[layer, kind] [slots + 1, rows, width] fp32, row of token t is t % rows; the last
+    slot belongs to nobody and takes what the padding of a captured step writes."""
 
     logical: PageAllocator
     window_slots: PageAllocator
@@ -54,14 +55,14 @@ class DevicePools:
     ) -> DevicePools:  # fmt: skip
         c4, c128 = config.layers_of(4), config.layers_of(128)
         states = {
-            (layer, CacheKind.C4): torch.zeros(slots, STATE_C4_ROWS, STATE_C4_WIDTH, device=device) for layer in c4
+            (layer, CacheKind.C4): torch.zeros(slots + 1, STATE_C4_ROWS, STATE_C4_WIDTH, device=device) for layer in c4
         }
         states |= {
-            (layer, CacheKind.INDEX): torch.zeros(slots, STATE_INDEX_ROWS, STATE_INDEX_WIDTH, device=device)
+            (layer, CacheKind.INDEX): torch.zeros(slots + 1, STATE_INDEX_ROWS, STATE_INDEX_WIDTH, device=device)
             for layer in c4
         }
         states |= {
-            (layer, CacheKind.C128): torch.zeros(slots, STATE_C128_ROWS, STATE_C128_WIDTH, device=device)
+            (layer, CacheKind.C128): torch.zeros(slots + 1, STATE_C128_ROWS, STATE_C128_WIDTH, device=device)
             for layer in c128
         }
         return cls(
@@ -80,6 +81,11 @@ class DevicePools:
             half = state.shape[2] // 2
             state[slot, :, :half] = 0
             state[slot, :, half:] = float("-inf")
+
+    @property
+    def scratch_slot(self) -> int:
+        """The state slot of padding rows."""
+        return self.state_slots.total
 
     @property
     def where(self) -> torch.device:

@@ -17,10 +17,10 @@ import torch
 
 from common.errors import ErrorReason, ServiceError
 from common.kernels.interface import KVKernels
-from common.kv.layout import host_token_len
+from common.kv.layout import host_token_len, logical_page_count
 from common.model.model import DeepSeekV4Model
 from common.sampling import SampledToken, sample
-from decode_service.decode_kv import BatchTables, PagedDecodeKV
+from decode_service.decode_runner import open_runner
 from decode_service.device_pools import DevicePools
 from decode_service.hisparse import HiSparseCoordinator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
@@ -53,9 +53,8 @@ class DecodeEngine:
         """`staged`: where prompts land before they are copied to the host pool; None with direct admission."""
         self.pools = pools
         self.hisparse = hisparse
-        self._model = model
-        self._kernels = kernels
-        self._device = device
+        most_pages = logical_page_count(max_context_tokens)
+        self._runner = open_runner(model, kernels, device, hisparse, most_pages)
         self._metrics = metrics
         self._max_batch = max_batch
         self._max_queued = max_queued
@@ -66,7 +65,6 @@ class DecodeEngine:
         self._requests: dict[int, DecodeRequest] = {}
         self._waiting: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
-        self._tables: BatchTables | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="decode-engine", daemon=True)
 
@@ -217,7 +215,6 @@ class DecodeEngine:
             self._fail(request, ServiceError(ErrorReason.INTERNAL, f"admission failed: {cause!r}"))
             return
         self._running.append(request)
-        self._tables = None
 
     def _bring_in(self, request: DecodeRequest, resources: RequestResources) -> None:
         """Direct: the prompt is on the host already. Staged: it is copied there first."""
@@ -230,15 +227,12 @@ class DecodeEngine:
 
     def _step(self, batch: list[DecodeRequest]) -> None:
         begun = time.monotonic()
-        where = self._device.where
-        if self._tables is None or len(batch) != self._tables.hot.shape[0]:
-            self._tables = BatchTables.of([_resources(request) for request in batch], where)
-        positions = torch.tensor([request.position for request in batch], device=where)
-        tokens = torch.tensor([request.sampling.generated[-1] for request in batch], device=where)
-        kv = PagedDecodeKV(self._tables, positions, self._device, self.hisparse, self._kernels)
         try:
-            logits = self._model.decode(tokens, kv).cpu()
-            kv.end_step()
+            logits = self._runner.step(
+                [_resources(request) for request in batch],
+                [request.position for request in batch],
+                [request.sampling.generated[-1] for request in batch],
+            )
             bad = torch.isnan(logits).any(dim=1).tolist()
             good = [row for row in range(len(batch)) if not bad[row]]
             sampled = sample(logits[good], [batch[row].sampling for row in good])
@@ -259,7 +253,6 @@ class DecodeEngine:
             # More are admitted than fit a step: take turns. Those who waited go first, whoever has just ended.
             stepped = {request.generation for request in batch}
             self._running.sort(key=lambda request: request.generation in stepped)
-            self._tables = None
 
     def _finish(self, request: DecodeRequest, finished: FinishedEvent) -> None:
         self._leave_batch(request)
@@ -281,7 +274,6 @@ class DecodeEngine:
     def _leave_batch(self, request: DecodeRequest) -> None:
         if request in self._running:
             self._running.remove(request)
-            self._tables = None
 
     def _end(self, request: DecodeRequest) -> None:
         """Every end of life comes here; only the first counts."""

@@ -30,6 +30,23 @@ class HotCounters:
     backups: int
 
 
+@dataclass(frozen=True)
+class Births:
+    """The entries that a step of B sequences completes, places of rows -1 where there is none. All [B] int64.
+
+    slot: where the table is written, the scratch slot for sequences without a birth; column: the row inside the slot;
+    target: the row of the hot pages; backup_source, backup_target: hot row and host row of the entry before it, where
+    the host lacks that; on_host: entries that the host has after the step."""
+
+    slot: Tensor
+    column: Tensor
+    target: Tensor
+    entry: Tensor
+    backup_source: Tensor
+    backup_target: Tensor
+    on_host: Tensor
+
+
 class HiSparseCoordinator:
     """Used by the engine's thread; `counters` may be read from any."""
 
@@ -45,6 +62,9 @@ class HiSparseCoordinator:
         self._device = device
         pages = -(-(hot_entries + 1) // C4_PAGE.rows)
         self._rows_per_slot = pages * C4_PAGE.rows
+        # One more slot takes what the padding of a captured step writes.
+        self._scratch = slots
+        slots += 1
         self._hot = {
             layer: HotState(
                 pages=torch.zeros(slots * pages, C4_PAGE.page_bytes, dtype=torch.uint8, device=self._device),
@@ -118,6 +138,42 @@ class HiSparseCoordinator:
         place = torch.where(entries < limit, entries, limit)
         self._kernels.pack_rows(rows, hot.pages, base + place, C4_PAGE)
         hot.entries[slots, place] = entries.to(torch.int32)
+
+    def host_pages(self, layer: int) -> Tensor:
+        return self._host.buffers[layer]
+
+    def plan_births(self, slots: Tensor, closing: Tensor, entries: Tensor, table: Tensor) -> Births:
+        """For a step in fixed shapes: slots [B] (-1 = padding), closing [B] bool, the entries [B] int64 that close and
+        the host pages [B, pages]. Waits for nothing."""
+        limit = self.hot_entries
+        base = slots * self._rows_per_slot
+        safe = torch.where(slots >= 0, slots, self._scratch)
+        previous = (entries - 1).clamp(min=0)
+        behind = closing & (entries >= 1) & (self._on_host[safe] <= previous)
+        column = torch.where(entries < limit, entries, limit)
+        page = table.gather(1, (previous // C4_PAGE.rows)[:, None])[:, 0]
+        source = base + torch.where(previous < limit, previous, limit)
+        return Births(
+            slot=torch.where(closing, safe, self._scratch),
+            column=column,
+            target=torch.where(closing, base + column, -1),
+            entry=entries,
+            backup_source=torch.where(behind, source, -1),
+            backup_target=torch.where(behind, page * C4_PAGE.rows + previous % C4_PAGE.rows, -1),
+            on_host=torch.where(closing, torch.maximum(self._on_host[safe], entries), self._on_host[safe]),
+        )
+
+    def birth_planned(self, layer: int, births: Births, rows: Tensor) -> None:
+        """As `birth`, for rows [B, 512] of which some are left out."""
+        hot = self._hot[layer]
+        self._kernels.transfer_rows(
+            hot.pages, births.backup_source, self._host.buffers[layer], births.backup_target, C4_PAGE, C4_PAGE
+        )
+        self._kernels.pack_rows(rows.contiguous(), hot.pages, births.target, C4_PAGE)
+        hot.entries[births.slot, births.column] = births.entry.to(torch.int32)
+
+    def end_births_planned(self, births: Births) -> None:
+        self._on_host[births.slot] = births.on_host
 
     def end_births(self, slots: Tensor, entries: Tensor) -> None:
         """After the last layer of a step in which `entries` were born: everything older is on the host now."""

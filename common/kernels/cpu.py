@@ -16,6 +16,9 @@ class CpuKernels:
     transfer_rows = staticmethod(rows_cpu.transfer_rows)
     swap_in = staticmethod(swap_in_cpu.swap_in)
 
+    def check_faults(self) -> None:
+        """This backend raises at once."""
+
 
 def cpu_kernels() -> KVKernels:
     """The cpu backend as the interface."""

@@ -69,7 +69,7 @@ class CudaKernels:
         self, kernel: str, what: str, values: Tensor, width: int, pages: Tensor, places: Tensor, layout: PageLayout
     ) -> None:
         check_values(values, width, self._launcher, f"{kernel}: {what}")
-        self._check_places(places, pages, layout, kernel)
+        self._check_places(places, pages, layout, kernel, least=-1)
         count = places.shape[0]
         if values.shape[0] != count:
             raise ValueError(f"{values.shape[0]} {what} but {count} places")
@@ -138,7 +138,7 @@ class CudaKernels:
                 check_pages(buffer, layout, self._launcher, f"transfer_rows {side}")
                 if buffer.shape[0] != buffers[0].shape[0]:
                     raise ValueError(f"transfer_rows {side}: {buffer.shape[0]} pages, others {buffers[0].shape[0]}")
-            self._check_places(places, buffers[0], layout, f"transfer_rows {side}")
+            self._check_places(places, buffers[0], layout, f"transfer_rows {side}", least=-1)
         count = source_places.shape[0]
         if count != target_places.shape[0]:
             raise ValueError(f"{count} source places but {target_places.shape[0]} target places")

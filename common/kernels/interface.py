@@ -44,8 +44,13 @@ class HostRows:
 class KVKernels(Protocol):
     """Source of the algorithms: HiSparse (host-resident sparse KV with a device hot buffer)."""
 
+    def check_faults(self) -> None:
+        """Raises ValueError for the first wrong index or value that a backend found after its call had returned."""
+        ...
+
     def pack_rows(self, rows: Tensor, pages: Tensor, places: Tensor, layout: PageLayout) -> None:
-        """Quantises rows [n, 512] and writes them at rows `places` [n] int64 of `pages`."""
+        """Quantises rows [n, 512] and writes them at rows `places` [n] int64 of `pages`; a place of -1
+        leaves its row out."""
         ...
 
     def unpack_rows(self, pages: Tensor, places: Tensor, layout: PageLayout) -> Tensor:
@@ -53,7 +58,7 @@ class KVKernels(Protocol):
         ...
 
     def pack_index_keys(self, keys: Tensor, pages: Tensor, places: Tensor) -> None:
-        """Rotates and quantises keys [n, 128] and writes them at `places` [n] int64 of index pages."""
+        """Rotates and quantises keys [n, 128] and writes them at `places` [n] int64 of index pages; -1 as above."""
         ...
 
     def unpack_index_pages(self, pages: Tensor, page_ids: Tensor) -> Tensor:
@@ -69,7 +74,8 @@ class KVKernels(Protocol):
         source_layout: PageLayout,
         target_layout: PageLayout,
     ) -> None:
-        """Copies rows byte by byte between page-split buffers; both place lists [n] int64 must be equally long.
+        """Copies rows byte by byte between page-split buffers; both place lists [n] int64 must be equally long, and
+        -1 in either leaves the row out.
         (`transfer_cache_dsv4_mla`.) Whole aligned pages go as pages."""
         ...
 

@@ -12,8 +12,9 @@ from common.kv.quantise import dequantise_index_keys, dequantise_rows, quantise_
 
 def pack_rows(rows: Tensor, pages: Tensor, places: Tensor, layout: PageLayout) -> None:
     """See KVKernels.pack_rows."""
-    check_places(places, pages, layout, "pack_rows")
+    check_places(places, pages, layout, "pack_rows", least=-1)
     _same_length(rows.shape[0], places.shape[0], "rows", "places")
+    rows, places = _kept(rows, places)
     data, scales = quantise_rows(rows)
     _write(data, scales, pages, places, layout)
 
@@ -35,8 +36,9 @@ def unpack_rows(pages: Tensor, places: Tensor, layout: PageLayout) -> Tensor:
 
 def pack_index_keys(keys: Tensor, pages: Tensor, places: Tensor) -> None:
     """See KVKernels.pack_index_keys."""
-    check_places(places, pages, INDEX_PAGE, "pack_index_keys")
+    check_places(places, pages, INDEX_PAGE, "pack_index_keys", least=-1)
     _same_length(keys.shape[0], places.shape[0], "keys", "places")
+    keys, places = _kept(keys, places)
     data, scales = quantise_index_keys(keys)
     _write(data, scales.unsqueeze(1).view(torch.uint8), pages, places, INDEX_PAGE)
 
@@ -59,11 +61,14 @@ def transfer_rows(
     target_layout: PageLayout,
 ) -> None:
     """See KVKernels.transfer_rows."""
-    check_places(source_places, source, source_layout, "transfer_rows source")
-    check_places(target_places, target, target_layout, "transfer_rows target")
+    check_places(source_places, source, source_layout, "transfer_rows source", least=-1)
+    check_places(target_places, target, target_layout, "transfer_rows target", least=-1)
     _same_length(source_places.shape[0], target_places.shape[0], "source places", "target places")
     if (source_layout.data_bytes, source_layout.scale_bytes) != (target_layout.data_bytes, target_layout.scale_bytes):
         raise ValueError(f"rows of {source_layout} can't be copied to rows of {target_layout}")
+    left_out = (source_places < 0) | (target_places < 0)
+    if bool(left_out.any()):
+        source_places, target_places = source_places[~left_out], target_places[~left_out]
     if source_layout == target_layout and _whole_pages(source_places, target_places, source_layout.rows):
         step = source_layout.rows
         target[target_places[::step] // step] = source[source_places[::step] // step]
@@ -82,6 +87,12 @@ def _whole_pages(source: Tensor, target: Tensor, rows: int) -> bool:
     return all(
         bool((places.view(-1, rows) - places[::rows, None] == inside).all()) for places in (source, target)
     ) and (bool((source[::rows] % rows == 0).all()) and bool((target[::rows] % rows == 0).all()))
+
+
+def _kept(values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Without those whose place is -1."""
+    kept = places >= 0
+    return (values, places) if bool(kept.all()) else (values[kept], places[kept])
 
 
 def _write(data: Tensor, scales: Tensor, pages: Tensor, places: Tensor, layout: PageLayout) -> None:

@@ -74,7 +74,11 @@ def _swap_long(
     taken = walked.gather(1, rank.clamp(min=0))
     batch, place = missed.nonzero(as_tuple=True)
     loaded, target = selected[batch, place], taken[batch, place]
-    host_places = table[batch, loaded // C4_PAGE.rows].long() * C4_PAGE.rows + loaded % C4_PAGE.rows
+    host_page = table[batch, loaded // C4_PAGE.rows].long()
+    if host_page.numel() and (int(host_page.min()) < 0 or int(host_page.max()) >= host_pages.shape[0]):
+        bad = int(host_page.min()) if int(host_page.min()) < 0 else int(host_page.max())
+        raise ValueError(f"swap_in: host page {bad} is not in [0, {host_pages.shape[0]})")
+    host_places = host_page * C4_PAGE.rows + loaded % C4_PAGE.rows
     hot_places = slots[batch] * hot.rows_per_slot + target
     order = host_places.argsort()
     transfer_rows(host_pages, host_places[order], hot.pages, hot_places[order], C4_PAGE, C4_PAGE)

@@ -19,7 +19,7 @@ from common.model.kv_store import CacheKind
 from common.model.norms import RmsNorm, inverse_rms
 from common.model.rope import Rotation, rotate_
 from common.model.sparse_attention import attend, attend_chunk
-from common.model.steps import DecodeStep, PrefillStep, Segment
+from common.model.steps import DecodeStep, FixedStep, PrefillStep, Segment
 from common.model.weights import Dense, GroupedOutput, WeightReader
 
 
@@ -157,6 +157,23 @@ class Attention:
             self._extend(CacheKind.C128, self._compressor, projected.raw_rows, step)
             self._attend_c128(queries, window, step, output)
         return self._project_output(output, step.rotations[self._ratio])
+
+    def decode_fixed(self, x: Tensor, step: FixedStep) -> Tensor:
+        """x [B, d] to [B, d]: as `decode`, in fixed shapes; padding is computed along."""
+        ratio, kv, layer = self._ratio, step.kv, self._layer
+        projected = self._project(x, step.rotations[ratio], step.phases.get(ratio))
+        kv.extend_window(layer, projected.window_rows)
+        selected: Tensor | None = None
+        if self._compressor is not None and projected.raw_rows is not None:
+            kind, turn = CacheKind.C4 if ratio == 4 else CacheKind.C128, step.entry_turns[ratio]
+            state = kv.extend_state(layer, kind, projected.raw_rows)
+            kv.append_entries(layer, kind, self._compressor.decode(state, turn))
+            if self._index_compressor is not None and projected.raw_index_rows is not None:
+                state = kv.extend_state(layer, CacheKind.INDEX, projected.raw_index_rows)
+                kv.append_entries(layer, CacheKind.INDEX, self._index_compressor.decode(state, turn))
+                selected = kv.select(layer, *self._index_queries(projected))
+        attended = kv.attend(layer, projected.queries, self._sinks, selected)
+        return self._project_output(attended, projected.rotation)
 
     def _extend(
         self, kind: CacheKind, compressor: Compressor | None, raw_rows: Tensor | None, step: DecodeStep

@@ -9,7 +9,7 @@ from common.model.config import ModelConfig
 from common.model.hyper_connection import HyperConnection
 from common.model.moe import Experts
 from common.model.norms import RmsNorm
-from common.model.steps import DecodeStep, PrefillStep
+from common.model.steps import DecodeStep, FixedStep, PrefillStep
 from common.model.weights import WeightReader
 
 
@@ -26,15 +26,17 @@ class Block:
         self._attention_norm = RmsNorm(reader.vector(f"{prefix}.attn_norm.weight", config.hidden_size), eps)
         self._expert_norm = RmsNorm(reader.vector(f"{prefix}.ffn_norm.weight", config.hidden_size), eps)
 
-    def __call__(self, streams: Tensor, token_ids: Tensor, step: PrefillStep | DecodeStep) -> Tensor:
+    def __call__(self, streams: Tensor, token_ids: Tensor, step: PrefillStep | DecodeStep | FixedStep) -> Tensor:
         """The streams after this layer; `token_ids` [rows] is what hash routing looks up."""
-        decoding = isinstance(step, DecodeStep)
+        decoding = not isinstance(step, PrefillStep)
         read, mixing = self._attention_streams.read(streams, decoding=decoding)
         x = self._attention_norm(read)
         if isinstance(step, PrefillStep):
             attended = self._attention.prefill(x, step)
-        else:
+        elif isinstance(step, DecodeStep):
             attended = self._attention.decode(x, step)
+        else:
+            attended = self._attention.decode_fixed(x, step)
         streams = HyperConnection.write(streams, attended, mixing)
         read, mixing = self._expert_streams.read(streams, decoding=decoding)
         x = self._expert_norm(read)

@@ -74,6 +74,36 @@ class PrefillKV(Protocol):
         ...
 
 
+class FixedDecodeKV(Protocol):
+    """Decode of B sequences, some of which may be padding, in fixed shapes: nothing depends on a value on the host, so
+    that a step can be captured in a graph. `positions` [B] int64 as in DecodeKV; padding stands at 0 and reaches no
+    memory of a request. Layers call in order, each method once. Every method takes and gives all B rows; an entry that
+    a token does not complete is left out by the store."""
+
+    positions: Tensor
+
+    def extend_window(self, layer: int, rows: Tensor) -> None:
+        """Takes [B, 512]; `attend` reads them."""
+        ...
+
+    def extend_state(self, layer: int, kind: CacheKind, rows: Tensor) -> Tensor:
+        """Takes raw compressor rows [B, width]; returns [B, R, width] as DecodeKV does for closing rows."""
+        ...
+
+    def append_entries(self, layer: int, kind: CacheKind, entries: Tensor) -> None:
+        """[B, D]; only those of tokens that close a window of `kind` count."""
+        ...
+
+    def select(self, layer: int, queries: Tensor, head_weights: Tensor) -> Tensor:
+        """Index queries [B, Hi, Di], not yet in the keys' basis, and weights [B, Hi], to the C4 entries that each
+        sequence reads: [B, topk] int64 ascending, -1 behind the last."""
+        ...
+
+    def attend(self, layer: int, queries: Tensor, sinks: Tensor, selected: Tensor | None) -> Tensor:
+        """Queries [B, H, D], scaled, over the window and the layer's selected C4 or all C128 rows: [B, H, D]."""
+        ...
+
+
 class DecodeKV(Protocol):
     """B sequences, one token each. `positions` [B] int64 are the tokens being decoded now: sequence b
     holds positions[b] tokens, after this step one more. Layers call in order, each method once."""

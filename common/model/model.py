@@ -17,10 +17,10 @@ from torch import Tensor
 from common.model.block import Block
 from common.model.config import ModelConfig
 from common.model.hyper_connection import HyperHead
-from common.model.kv_store import DecodeKV, PrefillKV
+from common.model.kv_store import DecodeKV, FixedDecodeKV, PrefillKV
 from common.model.norms import RmsNorm
 from common.model.rope import Rotary
-from common.model.steps import DecodeStep, PrefillStep, decode_step, prefill_step
+from common.model.steps import DecodeStep, FixedStep, PrefillStep, decode_step, fixed_step, prefill_step
 from common.model.weights import DequantiseMode, Weight, WeightReader, padded_rows
 
 Logits = Literal["none", "last", "all"]
@@ -110,7 +110,17 @@ class DeepSeekV4Model:
         streams = self._forward(padded, step)
         return self._logits(streams)[:batch]
 
-    def _forward(self, token_ids: Tensor, step: PrefillStep | DecodeStep) -> Tensor:
+    @torch.inference_mode()
+    def decode_fixed(self, token_ids: Tensor, kv: FixedDecodeKV) -> Tensor:
+        """As `decode` for token_ids [B] int64 on the device, B a multiple of 8, without a look at any value: the caller
+        has checked ids and positions. What it launches can be captured in a graph. [B, vocab] fp32."""
+        if token_ids.shape[0] != padded_rows(token_ids.shape[0]) or kv.positions.shape != token_ids.shape:
+            raise ValueError(
+                f"{token_ids.shape[0]} token ids and {kv.positions.shape[0]} positions; both must be a multiple of 8"
+            )
+        return self._logits(self._forward(token_ids, fixed_step(self._rotary, kv, self._ratios)))
+
+    def _forward(self, token_ids: Tensor, step: PrefillStep | DecodeStep | FixedStep) -> Tensor:
         embedded = self._embedding[token_ids]
         streams = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         for block in self._blocks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.model.indexer import first_entries
-from common.model.kv_store import DecodeKV, PrefillKV
+from common.model.kv_store import DecodeKV, FixedDecodeKV, PrefillKV
 from common.model.rope import Rotary, Rotation
 
 
@@ -69,6 +69,28 @@ class DecodeStep:
     """Whether some sequence has more C4 entries than topk."""
     window_bias: Tensor | None
     """[B, 1, window] with -inf at slots before position 0; None where no sequence has any."""
+
+
+@dataclass(frozen=True)
+class FixedStep:
+    """One token each of B sequences, B a multiple of 8, in fixed shapes. `entry_turns` by ratio: the rotation of the
+    entry that the token's window begins, [B, R/2], right where the token closes it."""
+
+    kv: FixedDecodeKV
+    rotations: dict[int, Rotation]
+    phases: dict[int, Tensor]
+    entry_turns: dict[int, Tensor]
+
+
+def fixed_step(rotary: Rotary, kv: FixedDecodeKV, ratios: Sequence[int]) -> FixedStep:
+    positions = kv.positions
+    compressed = [ratio for ratio in ratios if ratio]
+    return FixedStep(
+        kv=kv,
+        rotations=_rotations(rotary, positions, ratios),
+        phases={ratio: positions % ratio for ratio in compressed},
+        entry_turns={ratio: rotary.at(positions // ratio * ratio, ratio).forward for ratio in compressed},
+    )
 
 
 def _rotations(rotary: Rotary, positions: Tensor, ratios: Sequence[int]) -> dict[int, Rotation]:

@@ -48,7 +48,7 @@ def answer(
     resources = ResourcePools(host, device, hisparse.slots).reserve(len(prompt) + output)
     if resources is None:
         raise ValueError("the prompt does not fit the pools of this helper")
-    first = _hand_over(model, prompt, host, device, resources)
+    first = hand_over(model, prompt, host, device, resources)
     landed = Landed(host, device, resources, len(prompt))
     if mutate is not None:
         mutate(landed)
@@ -63,7 +63,7 @@ def answer(
     return made
 
 
-def _hand_over(
+def hand_over(
     model: DeepSeekV4Model,
     prompt: list[int],
     host: DeepSeekV4PagedHostPool,

@@ -2,7 +2,7 @@
 //
 // Layout: rows.cuh. Bits: common/kv/quantise.py, which is the definition; both do the same fp32 roundings in the
 // same order, so results are equal byte for byte. One warp a row; lane l holds values 4l ... 4l+3 of every 128.
-// Bytes a row: reads 2048 (fp32) or 1024 (bf16) and 8 of its place, writes 584. A key: 512 or 256 and 8; 132.
+// A place of -1 leaves its row out. Bytes a row: reads 2048 (fp32) or 1024 (bf16) and 8 of its place, writes 584. A key: 512 or 256 and 8; 132.
 #include "rows.cuh"
 
 __device__ __forceinline__ u32 bf16_bits(float x) {
@@ -53,6 +53,7 @@ pack_rows(const void* values, i64 is_bf16, i64 n, const i64* places, u8* pages, 
     const i64 warps = (i64)gridDim.x * (blockDim.x >> 5);
     for (i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); row < n; row += warps) {
         const i64 place = places[row];
+        if (place == -1) continue;
         float v[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) load_four(v[j], values, row * 512 + 128 * j + 4 * lane, is_bf16);
@@ -108,6 +109,7 @@ pack_index_keys(const void* values, i64 is_bf16, i64 n, const i64* places, u8* p
     const i64 warps = (i64)gridDim.x * (blockDim.x >> 5);
     for (i64 key = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); key < n; key += warps) {
         const i64 place = places[key];
+        if (place == -1) continue;
         float v[4];
         load_four(v, values, key * 128 + 4 * lane, is_bf16);
         if (!__all_sync(FULL_WARP, finite(v[0]) && finite(v[1]) && finite(v[2]) && finite(v[3]))) {

@@ -1,7 +1,7 @@
 // transfer_cache_dsv4_mla: rows between page-split buffers, byte by byte, all layers in one launch.
 //
 // Layout: rows.cuh, on both sides; page sizes may differ. sources[layer] and targets[layer] are base addresses, each
-// in device or page-locked host memory; the place lists hold for every layer. No target row may be a source row.
+// in device or page-locked host memory; the place lists hold for every layer, and -1 on either side leaves a row out. No target row may be a source row.
 // A block takes 64 places of one layer (grid: x = groups of 64, y = layers). When they are one whole page on both
 // sides the page goes as one run, else row by row. Bytes a row: 584 (a key: 132) read and written, 16 of its places.
 #include "rows.cuh"
@@ -46,11 +46,12 @@ __device__ __forceinline__ void transfer(const u64* sources, const u64* targets,
         if (lane < 4 && place < n) {
             source_row = source_places[place];
             target_row = target_places[place];
-            const bool bad_source = source_row < 0 || source_row >= source_rows;
-            const bool bad_target = target_row < 0 || target_row >= target_rows;
+            const bool left_out = source_row == -1 || target_row == -1;
+            const bool bad_source = !left_out && (source_row < 0 || source_row >= source_rows);
+            const bool bad_target = !left_out && (target_row < 0 || target_row >= target_rows);
             if (bad_source) report(fault, BAD_SOURCE, place, source_row, source_rows);
             else if (bad_target) report(fault, BAD_TARGET, place, target_row, target_rows);
-            if (bad_source || bad_target) source_row = target_row = -1;
+            if (left_out || bad_source || bad_target) source_row = target_row = -1;
         }
         if (DATA == 576) copy_four_rows(source, source_row, target, target_row, lane);
         else copy_four_keys(source, source_row, target, target_row, lane);

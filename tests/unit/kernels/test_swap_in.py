@@ -137,7 +137,7 @@ def test_a_host_page_that_is_not_there_is_refused_and_no_state_changes():
     hot = make_state(2, 4)
     before = [tensor.clone() for tensor in (hot.entries, hot.recency, hot.counters, hot.pages)]
     host = HostRows(torch.zeros(2, C4_PAGE.page_bytes, dtype=torch.uint8), torch.tensor([[0, 0], [0, 2]]))
-    with pytest.raises(ValueError, match=r"transfer_rows source: row 128 is not in \[0, 128\)"):
+    with pytest.raises(ValueError, match=r"swap_in: host page 2 is not in \[0, 2\)"):
         KERNELS.swap_in(torch.tensor([[1], [64]]), torch.tensor([0, 1]), torch.tensor([4, 100]), host, hot)
     for tensor, old in zip((hot.entries, hot.recency, hot.counters, hot.pages), before, strict=True):
         assert torch.equal(tensor, old)
