@@ -7,7 +7,7 @@ errors near fp32's. index_scores: one program a page of 64 keys, 8448 bytes read
 behind the product. Layouts: common/kv/layout.py.
 """
 
-# pyright: basic
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 from __future__ import annotations
 
 import os
@@ -45,7 +45,8 @@ def _walk(
     column = tl.arange(0, 512)
     rope_column = tl.arange(0, 64)
     within = (1 << rows_log2) - 1
-    for begin in range(0, count, ROWS):
+    begin = 0
+    while begin < count:
         at = begin + tl.arange(0, ROWS)
         place = tl.load(places + at, mask=at < count, other=-1)
         there = place >= 0
@@ -80,6 +81,7 @@ def _walk(
         acc_nope = _halves_dot(weights, nope, acc_nope * shrink[:, None])
         acc_rope = _halves_dot(weights, rope, acc_rope * shrink[:, None])
         largest = new
+        begin += ROWS
     return largest, total, acc_nope, acc_rope
 
 
@@ -144,7 +146,8 @@ def _index_scores(
         keys = tl.where((raw & 0x80) != 0, -value, value).to(PRODUCT)
         scales = tl.load((page + 8192).to(tl.pointer_type(tl.float32)) + entry)
         total = tl.zeros([64], tl.float32)
-        for begin in range(0, heads, HEADS):
+        begin = 0
+        while begin < heads:
             head = begin + tl.arange(0, HEADS)
             real = head < heads
             q = tl.load(queries + (b * heads + head)[:, None] * 128 + column[None, :], mask=real[:, None], other=0.0)
@@ -152,6 +155,7 @@ def _index_scores(
             products = _halves_dot(q, tl.trans(keys), tl.zeros([HEADS, 64], tl.float32))
             products = tl.maximum(products * scales[None, :], 0.0)
             total += tl.sum(products * w[:, None], 0)
+            begin += HEADS
         scores = tl.where(place * 64 + entry < count, total, float("-inf"))
     tl.store(target, scores)
 

@@ -11,10 +11,10 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from common.kernels.attention import PackedRows, TorchDecodeAttention  # noqa: E402
-from common.kernels.cpu import cpu_kernels  # noqa: E402
-from common.kernels.triton_attention import TritonDecodeAttention  # noqa: E402
-from common.kv.layout import C4_PAGE, C128_PAGE, INDEX_PAGE, WINDOW_PAGE, PageLayout  # noqa: E402
+from common.kernels.attention import PackedRows, TorchDecodeAttention
+from common.kernels.cpu import cpu_kernels
+from common.kernels.triton_attention import TritonDecodeAttention
+from common.kv.layout import C4_PAGE, C128_PAGE, INDEX_PAGE, WINDOW_PAGE, PageLayout
 
 KERNELS = cpu_kernels()
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
