@@ -21,6 +21,7 @@ from prefill_service.metrics import PrefillMetrics
 from prefill_service.packing import ChunkPlan, Outgoing, outgoing_pages, outgoing_rest
 from prefill_service.scheduler import ScheduledChunk, Scheduler
 from prefill_service.sequence_kv import SequenceKV
+from prefill_service.team_leader import TeamLeader
 
 RING_WAIT_S = 0.005
 IDLE_WAIT_S = 0.2
@@ -39,7 +40,10 @@ class PrefillEngine:
         sender: TransferSender,
         metrics: PrefillMetrics,
         max_queued: int,
+        team: TeamLeader | None = None,
     ) -> None:
+        """`team`: other processes that compute and send with this one."""
+        self._team = team
         self._model = model
         self._kernels = kernels
         self._scheduler = scheduler
@@ -146,9 +150,13 @@ class PrefillEngine:
                 # Also for a failed job: what it still has queued must not be written.
                 self._sender.cancel(job.key)
                 job.release()
+            if self._team is not None:
+                self._team.drop_ended()
             for job in self._scheduler.admit():
                 job.kv = SequenceKV(self._model.config, self._kernels, self._model.device)
                 job.start()
+                if self._team is not None:
+                    self._team.open(job)
             chunks = self._staged(self._scheduler.next_chunks())
             idle = not chunks and self._scheduler.running == 0
             if chunks:
@@ -186,7 +194,7 @@ class PrefillEngine:
             inputs.append(_input(chunk.job, kv, chunk.plan))
         uses = [SpanUse(self._ring, span) for _, span in staged]
         try:
-            outputs = self._model.prefill(inputs)
+            outputs = self._prefill([chunk for chunk, _ in staged], inputs)
             if self._model.device.type != "cpu":
                 # The pages of this step lie in host memory; they may be sent only once the device has written them.
                 torch.cuda.current_stream(self._model.device).synchronize()
@@ -208,6 +216,12 @@ class PrefillEngine:
                 self._give_up(chunk.job, ServiceError(ErrorReason.PREFILL_FAILED, f"posting failed: {cause!r}"))
             finally:
                 use.release()
+
+    def _prefill(self, chunks: list[ScheduledChunk], inputs: list[PrefillChunk]) -> list[Tensor | None]:
+        if self._team is None:
+            return self._model.prefill(inputs)
+        self._team.step(chunks, inputs)
+        return self._team.logits(inputs, self._model.prefill(inputs, self._team.team))
 
     def _after(self, chunk: ScheduledChunk, use: SpanUse, logits: Tensor | None) -> None:
         """Posts what the chunk completed; behind the last one also the rest and the first token."""

@@ -53,6 +53,7 @@ class DoneEvent:
     last_chunk_unix_ns: int
     chunks: int
     transfer_ns: int
+    rest_bytes: int
     seed: int
 
 
@@ -119,6 +120,7 @@ class PrefillJob:
         self._unlanded = 0
         self._bytes = 0
         self._transfer_ns = 0
+        self._rest_bytes = 0
         self._chunks = 0
         self._writes_failed = False
         self._rest: tuple[SentRange, ...] = ()
@@ -152,6 +154,7 @@ class PrefillJob:
     def chunk_done(self) -> None:
         with self._lock:
             self._chunks += 1
+            self._computed_ns = time.time_ns()
 
     def add_post(
         self, post: Post, use: SpanUse, ranges: list[SentRange], pages: tuple[int, int] | None, computed: int
@@ -188,9 +191,36 @@ class PrefillJob:
             if self._phase == "ended":
                 return
             self._phase = "sending"
-            self._computed_ns = time.time_ns()
             self._first_token = first_token
         self._finish_if_landed()
+
+    def join(self, others: int) -> None:
+        """So many other processes compute and send their share: each holds a reference and has something to send."""
+        with self._lock:
+            self._references += others
+            self._unlanded += others
+
+    def other_sent(self, event: PagesSentEvent) -> None:
+        """A post of another process landed."""
+        with self._lock:
+            self._bytes += event.receipt.size
+            ended = self._phase == "ended"
+        if not ended:
+            self._emit(event)
+
+    def other_finished(self, ranges: tuple[SentRange, ...], rest_bytes: int) -> None:
+        """All that another process had to send landed, the last of it being `ranges`."""
+        now = time.time_ns()
+        self.other_sent(PagesSentEvent(0, 0, self.tokens, Receipt(rest_bytes, now, now), ranges))
+        with self._lock:
+            self._unlanded -= 1
+        self._finish_if_landed()
+
+    def other_gone(self, writes_failed: bool) -> None:
+        """Another process gives its reference back."""
+        with self._lock:
+            self._writes_failed = self._writes_failed or writes_failed
+        self.release()
 
     def fail(self, error: ServiceError) -> bool:
         """Ends the job; only the first end counts. Returns whether this was it."""
@@ -222,6 +252,8 @@ class PrefillJob:
         with self._lock:
             self._unlanded -= 1
             self._bytes += receipt.size
+            if pages is None:
+                self._rest_bytes += receipt.size
             self._transfer_ns += receipt.landed_unix_ns - receipt.posted_unix_ns
             ended = self._phase == "ended"
         if pages is not None and not ended:
@@ -245,6 +277,7 @@ class PrefillJob:
                 last_chunk_unix_ns=self._computed_ns,
                 chunks=self._chunks,
                 transfer_ns=self._transfer_ns,
+                rest_bytes=self._rest_bytes,
                 seed=self.sampling.settings.seed,
             )
         self._emit(done)

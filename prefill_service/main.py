@@ -23,19 +23,26 @@ from common.rpc.registration import Registration
 from common.rpc.tls import Tls
 from common.rpc.worker import STOP_GRACE_S, secured, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
+from common.transfer.alignment import Place, places
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.layout import HandoverLayout
 from common.transfer.send_ring import SendRing
 from common.transfer.sender import SenderSettings, TransferSender
 from prefill_service.admin import PrefillAdmin
 from prefill_service.engine import PrefillEngine
+from prefill_service.follower import Follower
 from prefill_service.metrics import PrefillMetrics
 from prefill_service.packing import ChunkPlan
 from prefill_service.scheduler import Scheduler
 from prefill_service.server import PrefillServicer
 from prefill_service.settings import PrefillSettings
+from prefill_service.team import Team
+from prefill_service.team_leader import TeamLeader
 
 SERVICES = ("dsv4pd.v1.Prefill", "dsv4pd.v1.Admin")
+
+# A team that has lost a process can end nothing well any more.
+LOST_GRACE_S = 0.5
 
 
 class SettingsError(ValueError):
@@ -75,6 +82,26 @@ def check_ring(settings: PrefillSettings, config: ModelConfig) -> None:
         )
 
 
+def join_team(settings: PrefillSettings, config: ModelConfig) -> tuple[Team, Place] | tuple[None, None]:
+    """The other processes and this one's place among them; none when there is one process. Raises SettingsError,
+    TeamLostError."""
+    if settings.pipeline_stages * settings.tensor_ranks == 1:
+        return None, None
+    try:
+        sizes = [int(size) for size in settings.pipeline_layers.split(",") if size]
+        place = places(config.num_layers, settings.pipeline_stages, settings.tensor_ranks, sizes)[settings.rank]
+        team = Team(
+            settings.pipeline_stages,
+            settings.tensor_ranks,
+            settings.rank,
+            settings.rendezvous,
+            settings.rendezvous_timeout_s,
+        )
+    except (ValueError, IndexError) as error:
+        raise SettingsError(f"pipeline_stages, pipeline_layers, tensor_ranks, rank, rendezvous: {error}") from None
+    return team, place
+
+
 async def serve(settings: PrefillSettings) -> None:
     log = structlog.get_logger()
     stop = stop_on_signals()
@@ -87,7 +114,9 @@ async def serve(settings: PrefillSettings) -> None:
     tokenizer = load_tokenizer(settings.model, config)
     layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
     backend = open_backend(settings.device)
-    model = DeepSeekV4Model(config, load_weights(settings.model, config), backend.device)
+    team, place = join_team(settings, config)
+    layers = place.layers if place is not None else None
+    model = DeepSeekV4Model(config, load_weights(settings.model, config), backend.device, layers=layers)
     incarnation = new_incarnation("prefill")
     registration = Registration(settings, incarnation, tls)
     metrics = PrefillMetrics()
@@ -113,10 +142,25 @@ async def serve(settings: PrefillSettings) -> None:
         ),
         on_failure=lambda reason: metrics.transfer_failures.labels(reason).inc(),
     )
+    if team is not None and place is not None and team.index:
+        log.info("prefill follows", rank=team.index, layers=list(place.layers), tensor_rank=place.rank)
+        await asyncio.to_thread(Follower(team, place, model, backend.kernels, ring, sender).run)
+        drained = await asyncio.to_thread(sender.close, 5.0)
+        transfer.close()
+        log.info("prefill stopped", rank=team.index, transfers_drained=drained)
+        return
     scheduler = Scheduler(
-        config.compress_ratios, settings.chunk_tokens, settings.step_tokens, settings.kv_budget_tokens
+        config.compress_ratios, settings.chunk_tokens, settings.step_tokens, settings.kv_budget_tokens, place
     )
-    engine = PrefillEngine(model, backend.kernels, scheduler, ring, sender, metrics, settings.max_queued)
+    loop = asyncio.get_running_loop()
+    leader = None
+    if team is not None:
+
+        def lost_one() -> None:
+            loop.call_soon_threadsafe(stop.set)
+
+        leader = TeamLeader(team, settings.pipeline_stages > 1, config.vocab_size, lost_one)
+    engine = PrefillEngine(model, backend.kernels, scheduler, ring, sender, metrics, settings.max_queued, leader)
     servicer = PrefillServicer(settings, config, layout, incarnation, engine, metrics, limit)
     worker = secured(settings, SERVICES, tls)
     admin = PrefillAdmin(
@@ -148,9 +192,15 @@ async def serve(settings: PrefillSettings) -> None:
     log.info("prefill ready", address=address, incarnation=incarnation.id, max_context_tokens=limit)
     await stop.wait()
     await registration.close()
-    left = await admin.drain(settings.drain_timeout_s)
+    lost = leader is not None and leader.lost
+    left = await admin.drain(LOST_GRACE_S if lost else settings.drain_timeout_s)
     engine.stop(5.0)
+    if leader is not None and not lost:
+        await asyncio.to_thread(leader.close, 5.0)
     drained = await asyncio.to_thread(sender.close, 5.0)
     transfer.close()
     await worker.stop(STOP_GRACE_S)
     log.info("prefill stopped", requests_left=left, transfers_drained=drained)
+    if lost:
+        # Threads that wait for the lost process can't be ended, and keep the interpreter from ending.
+        os._exit(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from common.transfer.alignment import Place
 from prefill_service.job import PrefillJob
 from prefill_service.packing import ChunkPlan
 
@@ -23,7 +24,15 @@ class ScheduledChunk:
 class Scheduler:
     """Used by the engine's thread alone."""
 
-    def __init__(self, ratios: tuple[int, ...], chunk_tokens: int, step_tokens: int, budget_tokens: int) -> None:
+    def __init__(
+        self,
+        ratios: tuple[int, ...],
+        chunk_tokens: int,
+        step_tokens: int,
+        budget_tokens: int,
+        place: Place | None = None,
+    ) -> None:
+        self._place = place
         self._ratios = ratios
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
@@ -77,5 +86,5 @@ class Scheduler:
             if chosen and size > left:
                 break
             left -= size
-            chosen.append(ScheduledChunk(job, ChunkPlan(self._ratios, job.tokens, job.computed, end)))
+            chosen.append(ScheduledChunk(job, ChunkPlan(self._ratios, job.tokens, job.computed, end, self._place)))
         return chosen

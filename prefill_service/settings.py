@@ -32,6 +32,13 @@ class PrefillSettings(WorkerSettings):
     max_context_tokens: int = Field(0, ge=0, description="longest prompt; 0 = what model and KV budget allow")
     send_ring_bytes: Positive = Field(256 << 20, description="memory that packed pages wait in until they are sent")
 
+    pipeline_stages: Positive = Field(1, description="processes among which the layers are divided")
+    pipeline_layers: str = Field("", description="layers of each stage, comma separated; empty: as even as it goes")
+    tensor_ranks: Positive = Field(1, description="processes of a stage, among which its pages are divided")
+    rank: int = Field(0, ge=0, description="which process of the team this is; 0 leads and has the gRPC server")
+    rendezvous: str = Field("", description="host:port at which the team meets; process 0 listens there")
+    rendezvous_timeout_s: Seconds = Field(120, description="longest wait for the rest of the team")
+
     transfer_hostname: str = Field("127.0.0.1", description="this host's address for Mooncake peers")
     transfer_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake transport")
     transfer_device: str = Field("", description="RDMA devices, comma separated; empty = all")

@@ -19,6 +19,7 @@ from common.model.config import ModelConfig
 from common.model.hyper_connection import HyperHead
 from common.model.kv_store import DecodeKV, FixedDecodeKV, PrefillKV
 from common.model.norms import RmsNorm
+from common.model.pipe import Pipe
 from common.model.rope import Rotary
 from common.model.steps import DecodeStep, FixedStep, PrefillStep, decode_step, fixed_step, prefill_step
 from common.model.weights import DequantiseMode, Weight, WeightReader, padded_rows
@@ -53,13 +54,17 @@ class DeepSeekV4Model:
         device: torch.device | str = "cpu",
         compute_dtype: torch.dtype = torch.float32,
         dequantise_weights: DequantiseMode = "at_load",
+        layers: Sequence[int] | None = None,
     ) -> None:
+        """`layers`: the consecutive global ids that this process computes, as one stage of several; None: all."""
         self.config = config
+        mine = list(range(config.num_layers)) if layers is None else list(layers)
+        self._is_first, self._is_last = mine[0] == 0, mine[-1] == config.num_layers - 1
         self.device = torch.device(device)
         reader = WeightReader(weights, self.device, compute_dtype, dequantise_weights)
         with torch.inference_mode():
             self._embedding = reader.vector("embed.weight", config.vocab_size, config.hidden_size)
-            self._blocks = [Block(reader, layer, config) for layer in range(config.num_layers)]
+            self._blocks = [Block(reader, layer, config) for layer in mine]
             self._join = HyperHead(reader, config)
             self._norm = RmsNorm(reader.vector("norm.weight", config.hidden_size), config.rms_norm_eps)
             self._head = reader.dense(("head.weight", config.vocab_size, config.hidden_size))
@@ -67,10 +72,12 @@ class DeepSeekV4Model:
         self._ratios = tuple(sorted(set(config.compress_ratios)))
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[Tensor | None]:
+    def prefill(self, chunks: Sequence[PrefillChunk], pipe: Pipe | None = None) -> list[Tensor | None]:
         """Computes the chunks in one pass and advances their stores.
 
-        Returns for each chunk logits fp32: None for "none", [vocab] for "last", [T, vocab] for "all".
+        Returns for each chunk logits fp32: None for "none", [vocab] for "last", [T, vocab] for "all". A stage takes
+        its input from `pipe` unless it is the first; unless it is the last it hands its output on and returns None
+        for every chunk.
         Errors: ValueError for no or an empty chunk, a store given twice, a token id outside the vocabulary or a
         position behind max_positions; nothing has been written to a store then.
         """
@@ -81,9 +88,16 @@ class DeepSeekV4Model:
         torch.cat([chunk.token_ids.to(self.device) for chunk in chunks], out=token_ids[:total])
         self._check_token_ids(token_ids)
         step = prefill_step(self._rotary, [chunk.kv for chunk in chunks], counts, rows, self._ratios)
-        streams = self._forward(token_ids, step)
+        if pipe is None or self._is_first:
+            streams = self._embed(token_ids)
+        else:
+            streams = pipe.receive(rows, self.config.hc_mult, self.config.hidden_size).to(self.device)
+        streams = self._forward(streams, token_ids, step)
         for chunk, count in zip(chunks, counts, strict=True):
             chunk.kv.advance(count)
+        if pipe is not None and not self._is_last:
+            pipe.send(streams)
+            return [None] * len(chunks)
         return self._chunk_logits(chunks, step, streams)
 
     @torch.inference_mode()
@@ -107,7 +121,7 @@ class DeepSeekV4Model:
         padded[:batch] = token_ids
         self._check_token_ids(padded)
         step = decode_step(self._rotary, kv, rows, self._ratios, self.config.sliding_window, self.config.index_topk)
-        streams = self._forward(padded, step)
+        streams = self._forward(self._embed(padded), padded, step)
         return self._logits(streams)[:batch]
 
     @torch.inference_mode()
@@ -118,11 +132,15 @@ class DeepSeekV4Model:
             raise ValueError(
                 f"{token_ids.shape[0]} token ids and {kv.positions.shape[0]} positions; both must be a multiple of 8"
             )
-        return self._logits(self._forward(token_ids, fixed_step(self._rotary, kv, self._ratios)))
+        return self._logits(
+            self._forward(self._embed(token_ids), token_ids, fixed_step(self._rotary, kv, self._ratios))
+        )
 
-    def _forward(self, token_ids: Tensor, step: PrefillStep | DecodeStep | FixedStep) -> Tensor:
-        embedded = self._embedding[token_ids]
-        streams = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Residual streams [rows, n, d]."""
+        return self._embedding[token_ids].unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+
+    def _forward(self, streams: Tensor, token_ids: Tensor, step: PrefillStep | DecodeStep | FixedStep) -> Tensor:
         for block in self._blocks:
             streams = block(streams, token_ids, step)
         return streams
