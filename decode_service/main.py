@@ -115,6 +115,10 @@ async def serve(settings: DecodeSettings) -> None:
         settings.transfer_device,
         settings.transfer_min_port,
         settings.transfer_max_port,
+        gid_index=settings.transfer_gid_index,
+        ib_port=settings.transfer_ib_port,
+        numa_node=settings.transfer_numa_node,
+        register_bytes=settings.transfer_register_bytes,
     )
     landings = Landings(lambda: TransferEngine(transfer), regions)
     engine = DecodeEngine(

@@ -46,6 +46,10 @@ class DecodeSettings(WorkerSettings):
     transfer_device: str = Field("", description="RDMA devices, comma separated; empty = all")
     transfer_min_port: Port = Field(0, description="least port Mooncake may open; 0 = its own range")
     transfer_max_port: Port = Field(0, description="greatest port Mooncake may open")
+    transfer_gid_index: int = Field(-1, ge=-1, description="GID index of RDMA devices; -1 = Mooncake's choice")
+    transfer_ib_port: int = Field(0, ge=0, description="port of RDMA devices; 0 = any that is active")
+    transfer_numa_node: int = Field(-1, ge=-1, description="use RDMA devices of this NUMA node only; -1 = any")
+    transfer_register_bytes: Positive = Field(1 << 30, description="memory is registered in pieces of so many bytes")
 
     queue_timeout_s: Seconds = Field(120, description="longest wait for memory")
     prefill_queue_timeout_s: Seconds = Field(120, description="longest wait in the prefill service's queue")

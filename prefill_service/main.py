@@ -128,6 +128,10 @@ async def serve(settings: PrefillSettings) -> None:
             settings.transfer_min_port,
             settings.transfer_max_port,
             int(settings.transfer_timeout_s) or 1,
+            gid_index=settings.transfer_gid_index,
+            ib_port=settings.transfer_ib_port,
+            numa_node=settings.transfer_numa_node,
+            register_bytes=settings.transfer_register_bytes,
         )
     )
     ring = SendRing(settings.send_ring_bytes, page_locked=not backend.on_host)

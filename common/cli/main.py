@@ -65,6 +65,21 @@ def router(context: typer.Context) -> None:
 
 
 @app.command()
+def doctor() -> None:
+    """Says what this host can do (versions, GPU, RDMA, limits) and transfers to itself; 1 if something is bad."""
+    from rich.console import Console
+
+    from common.cli.doctor import examine
+
+    console, bad = Console(highlight=False), False
+    for finding in examine():
+        mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[finding.state]
+        console.print(f"{mark}  {finding.what:<12} {finding.detail}", markup=False, soft_wrap=True)
+        bad = bad or finding.state == "bad"
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
 def up(
     model: Annotated[Path | None, typer.Option(help="checkpoint directory; default: the shipped one")] = None,
     host: Annotated[str, typer.Option(help="address the router listens on")] = "127.0.0.1",

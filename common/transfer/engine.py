@@ -17,7 +17,8 @@ from typing import Any, Literal
 import psutil
 import structlog
 
-REGISTER_CHUNK_BYTES = 1 << 30
+from common.transfer.rdma import RdmaError, check_memlock, choose_devices, find_devices
+
 FENCE_POLL_S = 0.002
 _APT_PACKAGES = "libibverbs1 librdmacm1 libnuma1 libcurl4"
 _starting = threading.Lock()
@@ -30,7 +31,9 @@ class TransferUnavailableError(RuntimeError):
 @dataclass(frozen=True)
 class EngineSettings:
     """hostname: the address under which peers reach this process; device: RDMA device names, "" = all;
-    min_port, max_port: range of the two ports an engine opens (0 = Mooncake's own, 15000 to 17000)."""
+    min_port, max_port: range of the two ports an engine opens (0 = Mooncake's own, 15000 to 17000);
+    gid_index, ib_port: of RDMA devices (-1 and 0 = Mooncake's choice); numa_node: use RDMA devices of that node only
+    (-1 = any); register_bytes: memory is registered in pieces of at most so many bytes."""
 
     hostname: str = "127.0.0.1"
     protocol: Literal["tcp", "rdma"] = "tcp"
@@ -39,6 +42,10 @@ class EngineSettings:
     max_port: int = 0
     transfer_timeout_s: int = 30
     progress_timeout_s: int = 5
+    gid_index: int = -1
+    ib_port: int = 0
+    numa_node: int = -1
+    register_bytes: int = 1 << 30
 
 
 def _environment(settings: EngineSettings) -> dict[str, str]:
@@ -59,6 +66,10 @@ def _environment(settings: EngineSettings) -> dict[str, str]:
     if settings.min_port:
         chosen["MC_MIN_RPC_PORT"] = str(settings.min_port)
         chosen["MC_MAX_RPC_PORT"] = str(settings.max_port)
+    if settings.gid_index >= 0:
+        chosen["MC_GID_INDEX"] = str(settings.gid_index)
+    if settings.ib_port:
+        chosen["MC_IB_PORT"] = str(settings.ib_port)
     return chosen
 
 
@@ -67,6 +78,14 @@ class TransferEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         """Raises TransferUnavailableError."""
+        device = settings.device
+        if settings.protocol == "rdma":
+            try:
+                device = choose_devices(
+                    settings.device, settings.numa_node, settings.ib_port, settings.gid_index, find_devices()
+                )
+            except RdmaError as error:
+                raise TransferUnavailableError(str(error)) from None
         for name, value in _environment(settings).items():
             os.environ.setdefault(name, value)
         try:
@@ -77,11 +96,13 @@ class TransferEngine:
                 f"and, on Debian, apt-get install {_APT_PACKAGES}"
             ) from None
         self._protocol = settings.protocol
+        self._register_bytes = settings.register_bytes
+        self._locked_bytes = 0
         self._engine: Any = Mooncake()
         # Mooncake does not say on which port it takes data: it is what listens now and did not before.
         with _starting:
             before = _listening()
-            status = self._engine.initialize(settings.hostname, "P2PHANDSHAKE", settings.protocol, settings.device)
+            status = self._engine.initialize(settings.hostname, "P2PHANDSHAKE", settings.protocol, device)
             self._ports = frozenset(_listening() - before)
         if status != 0:
             raise TransferUnavailableError(
@@ -97,13 +118,18 @@ class TransferEngine:
 
     def register(self, address: int, size: int) -> None:
         """Makes memory readable and writable for transfers. Raises TransferUnavailableError."""
-        for begin in range(0, size, REGISTER_CHUNK_BYTES):
-            length = min(REGISTER_CHUNK_BYTES, size - begin)
+        self._locked_bytes += size
+        if self._protocol == "rdma":
+            try:
+                check_memlock(self._locked_bytes)
+            except RdmaError as error:
+                raise TransferUnavailableError(str(error)) from None
+        for begin in range(0, size, self._register_bytes):
+            length = min(self._register_bytes, size - begin)
             status = self._engine.register_memory(address + begin, length)
             if status != 0:
                 raise TransferUnavailableError(
-                    f"mooncake refused to register {length} bytes at {address + begin:#x} ({status}); "
-                    "for RDMA raise the locked-memory limit (ulimit -l)"
+                    f"mooncake refused to register {length} bytes at {address + begin:#x} ({status})"
                 )
             with self._lock:
                 self._registered.append(address + begin)
