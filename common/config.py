@@ -33,6 +33,7 @@ class ServiceSettings(BaseSettings):
     log_level: LogLevel = Field(default="info", description="least severe level that is logged")
     host: str = Field(default="127.0.0.1", description="address to listen on")
 
+    otlp_endpoint: str = Field(default="", description="base URL of an OTLP/HTTP collector; empty: no traces")
     tls_ca: Path | None = Field(default=None, description="gRPC: certificate of the authority that signs all, PEM")
     tls_cert: Path | None = Field(default=None, description="gRPC: this process's certificate, both ways, PEM")
     tls_key: Path | None = Field(default=None, description="gRPC: its key, PEM; all three make gRPC mutual TLS")

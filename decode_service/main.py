@@ -21,9 +21,11 @@ from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, decode_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.registration import Registration
+from common.rpc.request_scope import RequestScope
 from common.rpc.tls import Tls
 from common.rpc.worker import STOP_GRACE_S, secured, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
+from common.tracing import Tracing
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
@@ -38,6 +40,7 @@ from decode_service.metrics import DecodeMetrics
 from decode_service.resources import ResourcePools
 from decode_service.server import DecodeServicer
 from decode_service.settings import DecodeSettings
+from decode_service.spans import METHOD, GenerateSpans
 from decode_service.staging import StagingPool
 
 SERVICES = ("dsv4pd.v1.Decode", "dsv4pd.v1.Admin")
@@ -87,6 +90,7 @@ def hot_entries(settings: DecodeSettings, config: ModelConfig) -> int:
 async def serve(settings: DecodeSettings) -> None:
     log = structlog.get_logger()
     stop = stop_on_signals()
+    tracing = Tracing("decode", settings.otlp_endpoint)
     tls = Tls.load(settings.tls_ca, settings.tls_cert, settings.tls_key)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     keep_freed_memory()
@@ -135,7 +139,7 @@ async def serve(settings: DecodeSettings) -> None:
     )
     landed = LandedMemory([*device.buffers(), *(staging.buffers.values() if staging is not None else ())])
     servicer = DecodeServicer(settings, config, layout, incarnation, engine, regions, landings, metrics, landed, tls)
-    worker = secured(settings, SERVICES, tls)
+    worker = secured(settings, SERVICES, tls, RequestScope({METHOD: GenerateSpans}, traced=tracing.enabled))
     per_layer = {kind: ITEM_BYTES[kind] * sum(r.kind is kind for r in regions.items()) for kind in RegionKind}
     item_bytes = {
         "host_c4": host.page_bytes,
@@ -187,6 +191,7 @@ async def serve(settings: DecodeSettings) -> None:
     await servicer.close()
     await asyncio.to_thread(engine.stop, 5.0)
     await worker.stop(STOP_GRACE_S)
+    await asyncio.to_thread(tracing.close)
     log.info("decode stopped", requests_left=left)
 
 

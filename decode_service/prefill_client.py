@@ -17,6 +17,7 @@ from common.rpc import layout_messages, sampling_messages, ticket_messages
 from common.rpc.channels import open_channel
 from common.rpc.errors import from_rpc_error
 from common.rpc.gen.dsv4pd.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from common.rpc.request_scope import outgoing_metadata
 from common.rpc.tls import Tls
 from common.sampling import SampledToken
 from common.transfer.landed_memory import LandedMemory
@@ -151,7 +152,9 @@ class PrefillPeer:
         check = HandoverCheck(ticket, request.prompt_tokens, self._layout.ratios, self.address, self._memory)
         # The service keeps these deadlines itself; this one ends the wait for a service that doesn't.
         limit = self._settings.prefill_queue_timeout_s + self._settings.prefill_timeout_s + GRACE_S
-        stream = self._stub.Prefill(self._message(request, ticket, incarnation), timeout=limit)
+        stream = self._stub.Prefill(
+            self._message(request, ticket, incarnation), timeout=limit, metadata=outgoing_metadata()
+        )
         try:
             async for event in stream:
                 if event.key.generation != request.generation or event.key.request_id != request.request_id:

@@ -20,9 +20,11 @@ from common.model.tokenizer import load_tokenizer
 from common.rpc.gen.dsv4pd.v1 import admin_pb2_grpc, prefill_pb2_grpc
 from common.rpc.identity import new_incarnation
 from common.rpc.registration import Registration
+from common.rpc.request_scope import RequestScope
 from common.rpc.tls import Tls
 from common.rpc.worker import STOP_GRACE_S, secured, serve_metrics
 from common.signals import ignore_signals, stop_on_signals
+from common.tracing import Tracing
 from common.transfer.alignment import Place, places
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.layout import HandoverLayout
@@ -36,6 +38,7 @@ from prefill_service.packing import ChunkPlan
 from prefill_service.scheduler import Scheduler
 from prefill_service.server import PrefillServicer
 from prefill_service.settings import PrefillSettings
+from prefill_service.spans import METHOD, PrefillSpans
 from prefill_service.team import Team
 from prefill_service.team_leader import TeamLeader
 
@@ -105,6 +108,7 @@ def join_team(settings: PrefillSettings, config: ModelConfig) -> tuple[Team, Pla
 async def serve(settings: PrefillSettings) -> None:
     log = structlog.get_logger()
     stop = stop_on_signals()
+    tracing = Tracing("prefill", settings.otlp_endpoint)
     tls = Tls.load(settings.tls_ca, settings.tls_cert, settings.tls_key)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     keep_freed_memory()
@@ -166,7 +170,7 @@ async def serve(settings: PrefillSettings) -> None:
         leader = TeamLeader(team, settings.pipeline_stages > 1, config.vocab_size, lost_one)
     engine = PrefillEngine(model, backend.kernels, scheduler, ring, sender, metrics, settings.max_queued, leader)
     servicer = PrefillServicer(settings, config, layout, incarnation, engine, metrics, limit)
-    worker = secured(settings, SERVICES, tls)
+    worker = secured(settings, SERVICES, tls, RequestScope({METHOD: PrefillSpans}, traced=tracing.enabled))
     admin = PrefillAdmin(
         layout,
         settings.profile_directory,
@@ -204,6 +208,7 @@ async def serve(settings: PrefillSettings) -> None:
     drained = await asyncio.to_thread(sender.close, 5.0)
     transfer.close()
     await worker.stop(STOP_GRACE_S)
+    await asyncio.to_thread(tracing.close)
     log.info("prefill stopped", requests_left=left, transfers_drained=drained)
     if lost:
         # Threads that wait for the lost process can't be ended, and keep the interpreter from ending.

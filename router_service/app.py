@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import ServiceError
@@ -32,12 +32,14 @@ from router_service.completions import Completion
 from router_service.disconnect import ClientGoneError, unless_disconnected
 from router_service.draining import ConnectionCloser
 from router_service.errors import HTTPError
+from router_service.event_stream import EventStream
 from router_service.generate import Piece
 from router_service.lanes import Lanes
 from router_service.metrics import RouterMetrics, publish_workers
 from router_service.placement import PlacementSettings
 from router_service.protocol import CompletionRequest
 from router_service.settings import RouterSettings
+from router_service.trace import TraceMiddleware
 from router_service.workers import WorkerPool
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -141,6 +143,8 @@ def make_app(state: RouterState) -> FastAPI:
         await state.workers.close()
 
     app = FastAPI(title="dsv4-pd", version=VERSION, lifespan=lifespan)
+    if state.settings.otlp_endpoint:
+        app.add_middleware(TraceMiddleware)
     app.add_middleware(ConnectionCloser, state=state)
     app.add_middleware(AccessMiddleware, keys=state.keys, metrics=state.metrics)
     app.add_middleware(RequestIdMiddleware, metrics=state.metrics, max_body_bytes=state.settings.max_body_bytes)
@@ -180,7 +184,7 @@ async def _complete(state: RouterState, body: CompletionRequest, request: Reques
         except BaseException:
             await pieces.aclose()
             raise
-        return _EventStream(completion, first, pieces, served)
+        return EventStream(completion.events(first, pieces), pieces, served.end)
     except ServiceError as error:
         served.end()
         if completion is not None:
@@ -235,23 +239,6 @@ async def _make_completion(state: RouterState, body: CompletionRequest, request:
 
     length = int(request.headers.get("content-length", LONG_BODY_BYTES))
     return make() if length < LONG_BODY_BYTES else await asyncio.to_thread(make)
-
-
-class _EventStream(StreamingResponse):
-    """The events of a completion. However sending ends, also before the first byte, the workers are told to end and
-    the completion is counted as over."""
-
-    def __init__(self, completion: Completion, first: Piece, pieces: AsyncGenerator[Piece], served: _Served) -> None:
-        super().__init__(completion.events(first, pieces), media_type="text/event-stream")
-        self._pieces = pieces
-        self._served = served
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._served.end()
-            await self._pieces.aclose()
 
 
 def _add_error_handlers(app: FastAPI) -> None:

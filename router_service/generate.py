@@ -14,10 +14,11 @@ from common.errors import ErrorReason, ServiceError
 from common.model.tokenizer import Tokenizer
 from common.rpc.errors import from_rpc_error
 from common.rpc.gen.dsv4pd.v1 import common_pb2, decode_pb2
+from common.rpc.request_scope import outgoing_metadata
 from router_service.detokenise import IncrementalDetokeniser, StopFinder
 from router_service.placement import HOST_PAGE_TOKENS
+from router_service.silence import Silence
 from router_service.trial import Trial, may_go_elsewhere
-from router_service.worker import Worker
 from router_service.workers import WorkerPool
 
 _REASONS = {
@@ -79,7 +80,7 @@ async def run_choice(
                     raise refusal from None
                 raise
             trial = Trial(decode, prefill)
-            events = _events(choice, decode, prefill, attempt=len(no_decode) + len(no_prefill))
+            events = _events(choice, trial, attempt=len(no_decode) + len(no_prefill))
             shown = False
             try:
                 first = await anext(events, None)
@@ -109,10 +110,9 @@ async def run_choice(
                 await events.aclose()
 
 
-async def _events(
-    choice: Choice, decode: Worker, prefill: Worker, attempt: int
-) -> AsyncGenerator[decode_pb2.GenerateEvent]:
+async def _events(choice: Choice, trial: Trial, attempt: int) -> AsyncGenerator[decode_pb2.GenerateEvent]:
     """The call's events, with both workers' outstanding work counted while it lasts."""
+    decode, prefill = trial.decode, trial.prefill
     pages = -(-(len(choice.token_ids) + choice.sampling.max_tokens) // HOST_PAGE_TOKENS)
     decode.outstanding += pages
     prefill.outstanding += len(choice.token_ids)
@@ -128,24 +128,24 @@ async def _events(
             queue_timeout_s=choice.queue_timeout_s,
             priority=choice.priority,
         ),
-        metadata=(("x-request-id", choice.trace_id),),
+        metadata=outgoing_metadata(choice.trace_id, trial.span),
     )
-    incoming = aiter(call)
+    silence = Silence(call, choice.event_timeout_s)
     try:
-        while True:
-            async with asyncio.timeout(choice.event_timeout_s):
-                event = await anext(incoming, None)
-            if event is None:
-                return
+        async for event in call:
+            silence.heard()
             yield event
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, ErrorReason.DECODE_UNAVAILABLE) from None
-    except TimeoutError:
+    except asyncio.CancelledError:
+        if not silence.cut:
+            raise
         raise ServiceError(
             ErrorReason.DEADLINE_EXCEEDED,
             f"decode worker {decode.address} said nothing for {choice.event_timeout_s:g} s",
         ) from None
     finally:
+        silence.end()
         call.cancel()
         decode.requests -= 1
         prefill.requests -= 1

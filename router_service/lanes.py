@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from common import tracing
 from common.errors import ErrorReason, ServiceError
 
 # Of so many free slots one goes to whoever has waited longest, so that no lane stands still.
@@ -46,7 +47,11 @@ class Lanes:
     async def slot(self, priority: int, timeout_s: float) -> AsyncGenerator[None]:
         """A slot until the block ends. Raises ServiceError (QUEUE_FULL) when too many wait, or for too long."""
         begun = time.monotonic()
-        await self._take(priority, timeout_s)
+        span = tracing.child("queue")
+        try:
+            await self._take(priority, timeout_s)
+        finally:
+            span.end()
         try:
             self._on_wait(time.monotonic() - begun)
             yield

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 
 import structlog
 import uvicorn
+import uvloop
 
 from common.logging import configure_logging
 from common.model.config import ConfigError, ModelConfig
 from common.model.tokenizer import load_tokenizer
 from common.signals import ignore_signals, stop_on_signals
+from common.tracing import Tracing
 from router_service.app import RouterState, make_app
 from router_service.bounded_http import bounded
 from router_service.draining import drain
@@ -38,7 +40,8 @@ def main() -> None:
     settings = RouterSettings.load()
     configure_logging("router", settings.log_level)
     try:
-        asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
         ignore_signals()
     except (ConfigError, ValueError, OSError) as error:
         structlog.get_logger().error("router can't start", detail=str(error))
@@ -49,6 +52,7 @@ async def serve(settings: RouterSettings) -> None:
     if (settings.https_cert is None) != (settings.https_key is None):
         raise ValueError("https_cert and https_key belong together")
     stop = stop_on_signals()
+    tracing = Tracing("router", settings.otlp_endpoint)
     config = ModelConfig.from_file(settings.model)
     state = RouterState(settings, config, load_tokenizer(settings.model, config))
     listener = socket.socket()
@@ -89,4 +93,5 @@ async def serve(settings: RouterSettings) -> None:
     await registry.close()
     server.should_exit = True
     await serving
+    await asyncio.to_thread(tracing.close)
     log.info("router stopped", requests_left=left)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from opentelemetry.trace import SpanKind
+
+from common import tracing
 from common.errors import ErrorReason, ServiceError
 from router_service.worker import Worker
 
@@ -26,6 +29,7 @@ class Trial:
         self.prefill = prefill
         self.reserved = False
         """Decode has memory for it, and what fails now may be prefill."""
+        self.span = tracing.child("generate", kind=SpanKind.CLIENT)
         self._over = False
         for worker in (decode, prefill):
             worker.breaker.begin()
@@ -38,6 +42,7 @@ class Trial:
     def failed(self, error: ServiceError) -> None:
         """Counts it where it is a worker's fault: what is answered with 4xx, draining and full queues never are."""
         self._over = True
+        tracing.fail(self.span, error.reason.name)
         blamed = self._blamed(error)
         for worker in (self.decode, self.prefill):
             if worker in blamed:
@@ -53,6 +58,8 @@ class Trial:
 
     def end(self) -> None:
         """Without a verdict, where there was none yet: the client left."""
+        self.span.set_attributes({"decode": self.decode.address, "prefill": self.prefill.address})
+        self.span.end()
         if not self._over:
             self._over = True
             self.decode.breaker.left()

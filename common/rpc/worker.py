@@ -24,6 +24,7 @@ from common.rpc.errors import abort
 from common.rpc.gen.dsv4pd.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 from common.rpc.layout_messages import to_message
 from common.rpc.profiler import Profiler
+from common.rpc.request_scope import RequestScope
 from common.rpc.tls import Tls
 from common.transfer.layout import HandoverLayout
 
@@ -33,10 +34,12 @@ STOP_GRACE_S = 2.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def secured(settings: WorkerSettings, service_names: Sequence[str], tls: Tls | None) -> WorkerServer:
+def secured(
+    settings: WorkerSettings, service_names: Sequence[str], tls: Tls | None, scope: RequestScope
+) -> WorkerServer:
     """A worker's server, whose Admin service is for administrators. Raises ValueError for settings that can't work."""
     role = AdminRole.of(settings.admin_token_sha256, settings.admin_names, tls=tls is not None)
-    return WorkerServer(service_names, tls, [AdminGuard(role)])
+    return WorkerServer(service_names, tls, [scope, AdminGuard(role)])
 
 
 class WorkerServer:

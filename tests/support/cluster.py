@@ -31,6 +31,7 @@ class Cluster:
     folder: Path
     prefill_flags: Sequence[str] = ()
     decode_flags: Sequence[str] = ()
+    router_flags: Sequence[str] = ()
     with_router: bool = False
     prefill: Service = field(init=False)
     decode: Service = field(init=False)
@@ -49,7 +50,7 @@ class Cluster:
         self.decode.wait_ready()
         if self.with_router:
             workers = ("--prefill", self.prefill.address, "--decode", self.decode.address, "--poll-interval-s", "0.2")
-            self.router = Service("router_service", self.folder, *common, *workers).launch()
+            self.router = Service("router_service", self.folder, *common, *workers, *self.router_flags).launch()
             self.wait_http_ready()
         return self
 

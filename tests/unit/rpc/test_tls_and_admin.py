@@ -14,6 +14,7 @@ from common.config import WorkerSettings
 from common.rpc.admin_guard import AdminRole
 from common.rpc.channels import open_channel
 from common.rpc.gen.dsv4pd.v1 import admin_pb2, admin_pb2_grpc
+from common.rpc.request_scope import RequestScope
 from common.rpc.tls import Tls
 from common.rpc.worker import secured
 from tests.support.certificates import Authority, Signed
@@ -44,7 +45,7 @@ def tls(signed: Signed) -> Tls:
 @asynccontextmanager
 async def serve(settings: WorkerSettings) -> AsyncIterator[str]:
     own = Tls.load(settings.tls_ca, settings.tls_cert, settings.tls_key)
-    server = secured(settings, ["dsv4pd.v1.Admin"], own)
+    server = secured(settings, ["dsv4pd.v1.Admin"], own, RequestScope({}, traced=False))
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(), server.server)
     yield await server.start("127.0.0.1", 0, None)
     await server.stop(0)
