@@ -99,8 +99,8 @@ def ceilings(machine: Machine, size: int) -> tuple[float, float]:
     """Bytes per second of a device copy (read and written) and of a pinned copy to the device."""
     source, target = (torch.randint(0, 256, (size,), dtype=torch.uint8, device=machine.device) for _ in range(2))
     host = machine.pin(torch.zeros(size // 4, dtype=torch.uint8))
-    copy = machine.time([lambda: target.copy_(source)])
-    upload = machine.time([lambda: target[: size // 4].copy_(host, non_blocking=True)])
+    copy = machine.time([lambda: target.copy_(source)] * 8)
+    upload = machine.time([lambda: target[: size // 4].copy_(host, non_blocking=True)] * 2)
     return 2 * size / copy, size // 4 / upload
 
 

@@ -1,6 +1,6 @@
 """Time to first token with direct and with staged admission, in one run.
 
-    python -m benchmarks.ttft_admission [--model DIR] [--lengths 2048,8192,32768] [--rates 0,0.5] [--requests 12]
+    python -m benchmarks.ttft_admission [--model DIR] [--device cuda] [--lengths 2048,8192,32768] [--rates 0,0.5] [--requests 12]
 
 One prefill service and two decode services, one for each way; requests go to them in turns, so that whatever else the
 machine does meets both. Rate 0: one request after another. Rate r: arrivals at random (Poisson), at r of what prefill
@@ -78,6 +78,7 @@ class Line:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--rates", default="0,0.5")
     parser.add_argument("--requests", type=int, default=12)
@@ -86,10 +87,11 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="ttft-admission-"))
     model = arguments.model or default_model(folder)
     vocabulary = ModelConfig.from_file(model).vocab_size
-    services = {"prefill": start("prefill_service", folder, model)}
+    where = ("--device", arguments.device)
+    services = {"prefill": start("prefill_service", folder, model, *where)}
     pages = ("--host-pages", "1024", "--logical-pages", "1024", "--max-requests", "16", "--staging-pages", "1024")
     for way in WAYS:
-        services[way] = start("decode_service", folder, model, "--admission", way, *pages, threads=1, name=way)
+        services[way] = start("decode_service", folder, model, "--admission", way, *where, *pages, threads=1, name=way)
     decodes = {way: services[way] for way in WAYS}
     try:
         print(f"TTFT in ms, model {model.name}; the last column is how much lower the mean is with direct admission")

@@ -132,7 +132,8 @@ def test_a_step_is_captured_in_a_graph_and_replayed():
     assert bool((out[1] == -1).all())
     rows = backend.kernels.unpack_rows(hot.pages, out[0], C4_PAGE)
     expected = backend.kernels.unpack_rows(host.pages, selected[0], C4_PAGE)
-    assert torch.equal(rows, expected)
+    # Random bytes have NaN among their rope values.
+    assert torch.equal(rows.view(torch.int32), expected.view(torch.int32))
     graph.replay()
     torch.cuda.synchronize()
     assert hot.counters.tolist() == [3 * case[1], 3 * case[1]]

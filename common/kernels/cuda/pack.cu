@@ -5,28 +5,69 @@
 // A place of -1 leaves its row out. Bytes a row: reads 2048 (fp32) or 1024 (bf16) and 8 of its place, writes 584. A key: 512 or 256 and 8; 132.
 #include "rows.cuh"
 
-__device__ __forceinline__ u32 bf16_bits(float x) {
-    u32 bits = __float_as_uint(x);
-    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+// Two fp32 values rounded to bf16, the first in the low half.
+__device__ __forceinline__ u32 two_bf16(float low, float high) {
+#ifdef __CUDA_ARCH__
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    u32 half[2] = {__float_as_uint(low), __float_as_uint(high)};
+    for (u32& bits : half)
+        bits = (bits & 0x7f800000u) == 0x7f800000u ? bits >> 16 | 0x40u * !!(bits & 0x7fffffu)
+                                                  : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return half[0] | half[1] << 16;
+#endif
 }
 
-// e4m3fn of |x| <= 448, to nearest even.
-__device__ __forceinline__ u32 e4m3_bits(float x) {
-    u32 bits = __float_as_uint(x), sign = (bits >> 24) & 0x80u, size = bits & 0x7fffffffu;
-    if (size < 0x3c800000u)  // below 2^-6: steps of 2^-9, which is what adding 2^14 rounds to
-        return sign | (__float_as_uint(__uint_as_float(size) + 16384.0f) - 0x46800000u);
-    return sign | (((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - 960u);
+// e4m3fn to nearest even, the first in the low byte; no NaN.
+__device__ __forceinline__ u32 two_e4m3(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    unsigned short both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    u32 byte[2];
+    const float values[2] = {low, high};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 bits = __float_as_uint(fminf(fmaxf(values[i], -448.0f), 448.0f));
+        const u32 sign = (bits >> 24) & 0x80u, size = bits & 0x7fffffffu;
+        if (size < 0x3c800000u)  // below 2^-6: steps of 2^-9, which is what adding 2^14 rounds to
+            byte[i] = sign | (__float_as_uint(__uint_as_float(size) + 16384.0f) - 0x46800000u);
+        else
+            byte[i] = sign | (((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - 960u);
+    }
+    return byte[0] | byte[1] << 8;
+#endif
+}
+
+__device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {
+    return two_e4m3(a, b) | two_e4m3(c, d) << 16;
 }
 
 __device__ __forceinline__ bool finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-__device__ __forceinline__ float limit(float x) { return fminf(fmaxf(x, -448.0f), 448.0f); }
+__device__ __forceinline__ float low_half(u32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high_half(u32 both) { return __uint_as_float(both & 0xffff0000u); }
 
-__device__ __forceinline__ u32 four_e4m3(const float* v, float factor) {
-    u32 word = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) word |= e4m3_bits(limit(v[i] * factor)) << (8 * i);
-    return word;
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+#ifdef __CUDA_ARCH__
+    return __vmaxu2(a, b);
+#else
+    const u32 low = (a & 0xffffu) > (b & 0xffffu) ? a & 0xffffu : b & 0xffffu;
+    return (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16 | low;
+#endif
+}
+
+// Four values as two pairs of bf16.
+__device__ __forceinline__ uint2 load_four_bf16(const void* values, i64 at, i64 is_bf16) {
+    if (is_bf16) return *(const uint2*)((const unsigned short*)values + at);
+    const float4 raw = *(const float4*)((const float*)values + at);
+    uint2 pairs;
+    pairs.x = two_bf16(raw.x, raw.y);
+    pairs.y = two_bf16(raw.z, raw.w);
+    return pairs;
 }
 
 __device__ __forceinline__ void load_four(float* v, const void* values, i64 at, i64 is_bf16) {
@@ -54,18 +95,26 @@ pack_rows(const void* values, i64 is_bf16, i64 n, const i64* places, u8* pages, 
     for (i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); row < n; row += warps) {
         const i64 place = places[row];
         if (place == -1) continue;
-        float v[4][4];
+        uint2 v[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) load_four(v[j], values, row * 512 + 128 * j + 4 * lane, is_bf16);
-        bool good = true;
+        for (int j = 0; j < 4; ++j) v[j] = load_four_bf16(values, row * 512 + 128 * j + 4 * lane, is_bf16);
+        // Largest magnitude as bf16 bits, which order like the numbers, NaN above all; two blocks of 64 in one word.
+        u32 largest[2];
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int i = 0; i < 2; ++i) {
+            u32 one[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[j][i] = finite(v[j][i]) ? __uint_as_float(bf16_bits(v[j][i]) << 16) : v[j][i];
-                good = good && finite(v[j][i]);
+            for (int j = 0; j < 2; ++j) {
+                const u32 both = larger_halves(v[2 * i + j].x & 0x7fff7fffu, v[2 * i + j].y & 0x7fff7fffu);
+                one[j] = both >> 16 > (both & 0xffffu) ? both >> 16 : both & 0xffffu;
             }
-        if (!__all_sync(FULL_WARP, good)) {
+            largest[i] = one[0] | one[1] << 16;
+#pragma unroll
+            for (int step = 8; step; step >>= 1)
+                largest[i] = larger_halves(largest[i], __shfl_xor_sync(FULL_WARP, largest[i], step));
+        }
+        const u32 most = larger_halves(largest[0], largest[1]);
+        if (!__all_sync(FULL_WARP, (most & 0xffffu) < 0x7f80u && most >> 16 < 0x7f80u)) {
             if (lane == 0) report(fault, NOT_FINITE, row, row, n);
             continue;
         }
@@ -78,18 +127,17 @@ pack_rows(const void* values, i64 is_bf16, i64 n, const i64* places, u8* pages, 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             // Values 128 j + 4 lane are of block 2 j + lane / 16; the last half is the rope part.
-            float largest = fmaxf(fmaxf(fabsf(v[j][0]), fabsf(v[j][1])), fmaxf(fabsf(v[j][2]), fabsf(v[j][3])));
-#pragma unroll
-            for (int step = 8; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
-            const u32 bits = __float_as_uint(fmaxf(largest, 1e-4f) / 448.0f);
-            exponents[j] = (bits >> 23) + ((bits & 0x7fffffu) != 0);
             if (j < 3 || lane < 16) {
-                *(u32*)(data + 128 * j + 4 * lane) = four_e4m3(v[j], __uint_as_float((254u - exponents[j]) << 23));
+                // fp32's exponent of amax / 448, one more unless that is a power of two: 448 is 1.75 * 2^8, so by the
+                // bf16 bits of amax it is its exponent - 8, one more above a mantissa of 1.75; 105 at 1e-4 and below.
+                const u32 bits = largest[j >> 1] >> (16 * (j & 1)) & 0xffffu;
+                const int byte = (int)(bits >> 7) - 8 + ((bits & 127u) > 96u);
+                exponents[j] = byte > 105 ? byte : 105;
+                const float factor = __uint_as_float((254u - exponents[j]) << 23);
+                *(u32*)(data + 128 * j + 4 * lane) = four_e4m3(low_half(v[j].x) * factor, high_half(v[j].x) * factor,
+                                                               low_half(v[j].y) * factor, high_half(v[j].y) * factor);
             } else {
-                uint2 rope;
-                rope.x = (__float_as_uint(v[j][0]) >> 16) | (__float_as_uint(v[j][1]) & 0xffff0000u);
-                rope.y = (__float_as_uint(v[j][2]) >> 16) | (__float_as_uint(v[j][3]) & 0xffff0000u);
-                *(uint2*)(data + 448 + 8 * (lane - 16)) = rope;
+                *(uint2*)(data + 448 + 8 * (lane - 16)) = v[j];
                 exponents[j] = 0;
             }
         }
@@ -142,10 +190,8 @@ pack_index_keys(const void* values, i64 is_bf16, i64 n, const i64* places, u8* p
 #pragma unroll
         for (int step = 16; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
         const float scale = fmaxf(largest, 1e-4f) / 448.0f;
-        u32 word = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) word |= e4m3_bits(limit(v[i] / scale)) << (8 * i);
-        *(u32*)(target.data<128>(place) + 4 * lane) = word;
+        *(u32*)(target.data<128>(place) + 4 * lane) =
+            four_e4m3(v[0] / scale, v[1] / scale, v[2] / scale, v[3] / scale);
         if (lane == 0) *(float*)(target.scale<128, 4>(place)) = scale;
     }
 }
