@@ -1,4 +1,4 @@
-"""GB/s of Mooncake over TCP on loopback against block size, batch size and threads, next to a socket and memcpy.
+"""GB/s of Mooncake over TCP on loopback against block size, batches and threads, next to a socket, memcpy and digests.
 
     python -m benchmarks.mooncake_throughput [--mebibytes 128] [--repeats 3]
 
@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from common.transfer.digest import digest_of
 from common.transfer.engine import EngineSettings, TransferEngine
 
 BLOCKS = (4096, 37440, 262_144, 1 << 20, 8 << 20)
@@ -102,6 +103,7 @@ def main() -> None:
     target = torch.zeros_like(memory)
     print(f"GB/s, {arguments.mebibytes} MiB, best of {arguments.repeats}")
     print(f"memcpy (1 thread)   {best(arguments.repeats, size, lambda: memory_copy(target, memory)):6.2f}")
+    print(f"xxh3-128 (1 thread) {best(arguments.repeats, size, lambda: digest(memory)):6.2f}")
     print(f"plain TCP socket    {best(arguments.repeats, size, plain_socket):6.2f}")
     print(f"{'block bytes':>12}{'threads':>9}" + "".join(f"{f'batch {batch}':>10}" for batch in BATCHES))
     for block in BLOCKS:
@@ -126,6 +128,11 @@ def main() -> None:
                 figures.append(best(arguments.repeats, count * block, run))
             print(f"{block:>12}{threads:>9}" + "".join(f"{figure:>10.2f}" for figure in figures), flush=True)
     receiver.kill()
+
+
+def digest(memory: torch.Tensor) -> None:
+    """What each side does once with every byte when handovers are verified."""
+    digest_of([(memory.data_ptr() + begin, 37440) for begin in range(0, memory.nbytes - 37440, 37440)])
 
 
 def memory_copy(target: torch.Tensor, source: torch.Tensor) -> None:

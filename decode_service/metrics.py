@@ -45,7 +45,8 @@ class DecodeMetrics:
     def counts(self) -> dict[str, float]:
         """Deadlines that passed and messages that were ignored, for GetStatus."""
         families = {"deadline": self.deadlines, "late": self.late_events}
-        return {
+        (digest,) = self.digest_seconds.collect()
+        return {"digest_seconds": digest.samples[0].value} | {
             "_".join([name, *sample.labels.values()]): sample.value
             for name, counter in families.items()
             for family in counter.collect()

@@ -24,14 +24,14 @@ def from_message(message: common_pb2.KVLayout) -> HandoverLayout:
 
 
 def check_same(ours: HandoverLayout, theirs: HandoverLayout, peer: str) -> None:
-    """Raises ServiceError(LAYOUT_MISMATCH) that names the first field that differs and both values."""
+    """Raises ServiceError(LAYOUT_MISMATCH) that names every field that differs and both values of each."""
     found = differences(ours, theirs)
     if found:
         first = found[0]
-        others = "" if len(found) == 1 else f" (and {', '.join(d.field for d in found[1:])})"
+        all_of_them = "; ".join(f"{d.field} = {d.theirs}, this process has {d.ours}" for d in found)
         raise ServiceError(
             ErrorReason.LAYOUT_MISMATCH,
-            f"{peer} has {first.field} = {first.theirs}, this process has {first.ours}{others}",
+            f"{peer} has {all_of_them}",
             field=first.field,
             ours=first.ours,
             theirs=first.theirs,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -21,7 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class Service:
     """One `python -m <package>` process."""
 
-    def __init__(self, package: str, folder: Path, *flags: str, threads: int = 1, name: str = "") -> None:
+    def __init__(
+        self, package: str, folder: Path, *flags: str, threads: int = 1, name: str = "", prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix` goes before the command, as in "ip netns exec x"."""
+        self.prefix = prefix
         self.package = package
         self.flags = flags
         self.folder = folder
@@ -38,7 +43,17 @@ class Service:
         """Starts the process without waiting for it."""
         port_file = self.folder / f"{self.name}.port"
         port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", self.package, "--port", str(port), "--port-file", str(port_file), *self.flags]
+        command = [
+            *self.prefix,
+            sys.executable,
+            "-m",
+            self.package,
+            "--port",
+            str(port),
+            "--port-file",
+            str(port_file),
+            *self.flags,
+        ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,

@@ -56,3 +56,14 @@ def test_every_field_that_differs_is_named_with_both_values(field: str):
     assert (raised.value.reason, raised.value.field) == (ErrorReason.LAYOUT_MISMATCH, field)
     assert raised.value.ours == str(value)
     assert raised.value.theirs == str(other)
+
+
+def test_all_fields_that_differ_are_listed_with_both_values():
+    theirs = dataclasses.replace(LAYOUT, model_hash="other", c4_page_bytes=1, ratios=((0, 128),))
+    with pytest.raises(ServiceError) as raised:
+        layout_messages.check_same(LAYOUT, theirs, "prefill x")
+    assert raised.value.message == (
+        f"prefill x has model_hash = other, this process has {LAYOUT.model_hash}; "
+        f"ratios = ((0, 128),), this process has {LAYOUT.ratios}; "
+        f"c4_page_bytes = 1, this process has {LAYOUT.c4_page_bytes}"
+    )
