@@ -142,3 +142,25 @@ def test_quarantine_ends_with_the_writers_process(cluster: Cluster, model: DeepS
     expected = generate(model, prompt(400), 8, chunk_tokens=512, stop_at_eos=False)
     assert cluster.generate("again", prompt(400), 8).tokens == expected
     cluster.wait_idle(1.0)
+
+
+@pytest.mark.slow
+def test_writes_that_fail_half_way_are_fenced_although_prefill_drained(cluster: Cluster, model: DeepSeekV4Model):
+    """Decode stands still until prefill's writes fail. What they had sent waits in decode's own socket buffers and
+    would land when decode goes on, after its pages went to somebody else."""
+    fences = cluster.decode.status().counters["fences"]
+    with grpc.insecure_channel(cluster.decode.address) as channel:
+        call = decode_pb2_grpc.DecodeStub(channel).Generate(message(cluster, "half-way", prompt(2500)))
+        cluster.wait_phase(cluster.prefill, "sending")
+        cluster.decode.signal(signal.SIGSTOP)
+        end = time.monotonic() + 40
+        while cluster.phase(cluster.prefill, "sending"):
+            assert time.monotonic() < end, "the writes never failed"
+            time.sleep(0.2)
+        cluster.decode.signal(signal.SIGCONT)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    cluster.wait_idle(10)
+    assert cluster.decode.status().counters["fences"] > fences
+    expected = generate(model, prompt(600), 8, chunk_tokens=512, stop_at_eos=False)
+    assert cluster.generate("after-half", prompt(600), 8).tokens == expected

@@ -67,6 +67,8 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for space in self._hosts.values():
+            # A namespace outlives its name while a process of it is ending; its link must not.
+            subprocess.run(["ip", "link", "del", f"{space}o"], check=False, capture_output=True, timeout=10)
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True, timeout=10)
         subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True, timeout=10)
 

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from common.errors import ErrorReason, ServiceError
+from common.transfer.send_ring import SendRing
+from common.transfer.sender import Post
 from prefill_service import engine as engine_module
 from prefill_service.engine import PrefillEngine
-from prefill_service.job import Event, FailedEvent
+from prefill_service.job import Event, FailedEvent, SpanUse
 from prefill_service.metrics import PrefillMetrics
 from prefill_service.scheduler import Scheduler
 from tests.unit.prefill.test_scheduler import make_job
@@ -72,3 +74,19 @@ def test_what_is_remembered_of_cancels_is_bounded(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ServiceError):
             engine.submit(make_job(f"k{number}", 10))
     engine.submit(make_job("k0", 10))
+
+
+def test_that_a_write_failed_is_remembered_when_the_request_is_over():
+    engine = make_engine()
+    job = make_job("a#1", 10)
+    engine.submit(job)
+    post: Any = Post("a#1", "session", [], 1.0, failed=True)
+    use: Any = SpanUse(RecordingSender(), SendRing(256).take(64))  # type: ignore[arg-type]
+    job.add_post(post, use, [], None, 10)
+    post.done.set_exception(ServiceError(ErrorReason.TRANSFER_FAILED, "a write failed"))
+    post.drained.set_result(None)
+    assert not engine.writes_failed("a#1")
+    engine.gone(job)
+    assert engine.writes_failed("a#1")
+    assert engine.cancel("a#1") is None
+    assert engine.writes_failed("a#1"), "a Cancel that comes late hears of it too"
