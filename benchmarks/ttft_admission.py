@@ -1,6 +1,6 @@
 """Time to first token with direct and with staged admission, in one run.
 
-    python -m benchmarks.ttft_admission [--model DIR] [--device cuda] [--lengths 2048,8192] [--rates 0,0.5] [--requests N]
+    python -m benchmarks.ttft_admission [--model DIR] [--device cuda] [--lengths 2048,8192] [--rates 0,0.5]
 
 One prefill service and two decode services, one for each way; requests go to them in turns, so that whatever else the
 machine does meets both. Rate 0: one request after another. Rate r: arrivals at random (Poisson), at r of what prefill
