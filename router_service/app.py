@@ -25,8 +25,12 @@ from common.rpc.tls import Tls
 from common.version import VERSION
 from router_service import errors
 from router_service.access import AccessMiddleware
+from router_service.answers import Answers, TextAnswers
 from router_service.api_keys import ApiKeys
 from router_service.breaker import BreakerSettings
+from router_service.chat import ChatAnswers, chat_generation
+from router_service.chat_encoding import chat_encoding
+from router_service.chat_protocol import ChatRequest
 from router_service.client_context import client_context, from_headers
 from router_service.completions import Completion
 from router_service.disconnect import ClientGoneError, unless_disconnected
@@ -34,11 +38,13 @@ from router_service.draining import ConnectionCloser
 from router_service.errors import HTTPError
 from router_service.event_stream import EventStream
 from router_service.generate import Piece
+from router_service.generation import text_generation
 from router_service.lanes import Lanes
 from router_service.metrics import RouterMetrics, publish_workers
 from router_service.placement import PlacementSettings
 from router_service.protocol import CompletionRequest
 from router_service.settings import RouterSettings
+from router_service.tokenisation import add_tokenisation
 from router_service.trace import TraceMiddleware
 from router_service.workers import WorkerPool
 
@@ -74,9 +80,15 @@ class RouterState:
         )
         self.keys = None if settings.api_keys is None else ApiKeys.load(settings.api_keys)
         publish_workers(self.metrics, self.workers)
+        self.chat_encoding = chat_encoding(tokenizer)
         self.leaving = False
         self.draining = False
         self.in_flight = 0
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Most tokens of prompt and output together: what a worker said, before that the model's positions."""
+        return self.workers.max_context_tokens or self.config.max_positions
 
 
 class RequestIdMiddleware:
@@ -155,10 +167,14 @@ def make_app(state: RouterState) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _complete(state, body, request)
 
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await _complete(state, body, request)
+
     return app
 
 
-async def _complete(state: RouterState, body: CompletionRequest, request: Request) -> Response:
+async def _complete(state: RouterState, body: CompletionRequest | ChatRequest, request: Request) -> Response:
     if state.draining:
         raise HTTPError(503, "this router is draining", code="draining", retry_after_s=1)
     if body.model is not None and body.model != state.model_name:
@@ -222,17 +238,26 @@ async def _first(pieces: AsyncGenerator[Piece]) -> Piece:
     return await anext(pieces)
 
 
-async def _make_completion(state: RouterState, body: CompletionRequest, request: Request) -> Completion:
-    """Long prompts are tokenised beside the event loop: other clients' tokens go on meanwhile."""
+async def _make_completion(state: RouterState, body: CompletionRequest | ChatRequest, request: Request) -> Completion:
+    """Checks and tokenises; a long prompt beside the event loop: other clients' tokens go on meanwhile. Raises
+    HTTPError 400."""
+    context, vocab_size = state.max_context_tokens, state.config.vocab_size
 
     def make() -> Completion:
+        if isinstance(body, ChatRequest):
+            generation, prompt = chat_generation(body, state.chat_encoding, vocab_size, context)
+            answers: Answers = ChatAnswers(generation, body, prompt, state.model_name, state.tokenizer)
+        else:
+            generation = text_generation(body, state.tokenizer, vocab_size)
+            answers = TextAnswers(generation, body, state.model_name, state.tokenizer)
+        generation.check(vocab_size, context)
         return Completion(
-            body,
+            generation,
+            answers,
             state.config,
             state.tokenizer,
             state.workers,
             state.metrics,
-            state.model_name,
             state.settings,
             request.scope["request_id"],
         )
@@ -268,7 +293,7 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
             "object": "model",
             "created": 0,
             "owned_by": "dsv4-pd",
-            "max_model_len": state.workers.max_context_tokens or state.config.max_positions,
+            "max_model_len": state.max_context_tokens,
         }
 
     @app.get("/v1/models")
@@ -295,6 +320,24 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
         is_ready = state.workers.ready and not leaving
         shown = {"ready": is_ready, "draining": leaving, "workers": usable}
         return JSONResponse(shown) if is_ready else JSONResponse(shown, 503, {"retry-after": "1"})
+
+    add_tokenisation(
+        app, state.config, state.tokenizer, state.chat_encoding, state.model_name, lambda: state.max_context_tokens
+    )
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "model": model_object(),
+            "chat_encoding": state.chat_encoding.name,
+            "in_flight": state.in_flight,
+            "max_in_flight": state.settings.max_in_flight,
+            "workers": {
+                role: [{"address": w.address, "usable": w.usable, "problem": w.trouble} for w in workers]
+                for role, workers in (("prefill", state.workers.prefill), ("decode", state.workers.decode))
+            },
+        }
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -1,12 +1,11 @@
-"""POST /v1/completions: from a checked body to choices, and from their pieces to an answer or a stream of events."""
+"""From a checked body to choices, and from their pieces to an answer or a stream of events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -18,14 +17,12 @@ from common.model.tokenizer import Tokenizer
 from common.rpc.gen.dsv4pd.v1 import common_pb2
 from router_service import errors
 from router_service.answers import Answers
-from router_service.errors import HTTPError, bad_request
 from router_service.generate import Choice, Piece, run_choice
+from router_service.generation import Generation
 from router_service.metrics import RouterMetrics
-from router_service.protocol import CompletionRequest, prompts_of
 from router_service.settings import RouterSettings
 from router_service.workers import WorkerPool
 
-DEFAULT_MAX_TOKENS = 16
 QUEUED_PIECES = 64
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -35,39 +32,34 @@ class Completion:
 
     def __init__(
         self,
-        request: CompletionRequest,
+        generation: Generation,
+        answers: Answers,
         config: ModelConfig,
         tokenizer: Tokenizer,
         workers: WorkerPool,
         metrics: RouterMetrics,
-        model_name: str,
         settings: RouterSettings,
         request_id: str,
     ) -> None:
-        """`request_id` is the HTTP request's. Raises HTTPError 400 for what the client did wrong."""
-        request.check(config.vocab_size)
-        self.id = f"cmpl-{secrets.token_hex(16)}"
+        """`request_id` is the HTTP request's."""
+        self.id = generation.id
         self.dispatched = False
-        self._settings = settings
-        self._request_id = request_id
-        self._request = request
+        self._generation = generation
+        self._answers = answers
         self._config = config
         self._tokenizer = tokenizer
         self._workers = workers
         self._metrics = metrics
-        self._prompts = [self._tokens(prompt) for prompt in prompts_of(request)]
-        context = workers.max_context_tokens or config.max_positions
-        for tokens in self._prompts:
-            self._check_prompt(tokens, context)
+        self._settings = settings
+        self._request_id = request_id
         self.choices = self._choices()
-        self._answers = Answers(self.id, model_name, request, self._prompts, tokenizer)
 
     def _was_dispatched(self) -> None:
         self.dispatched = True
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Pieces of all choices as they come. Raises ServiceError; then the other choices are ended too."""
-        self._metrics.prompt_tokens.inc(sum(len(tokens) for tokens in self._prompts))
+        self._metrics.prompt_tokens.inc(sum(len(tokens) for tokens in self._generation.prompts))
         begun = time.monotonic()
         last: dict[int, float] = {}
         # One choice needs no queue between it and its reader: at thousands of tokens a second that shows.
@@ -151,31 +143,11 @@ class Completion:
             "completion failed", completion=self.id, reason=error.reason.name, detail=error.message
         )
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-
-    def _check_prompt(self, tokens: Sequence[int], context: int) -> None:
-        if not tokens:
-            raise bad_request("prompt is empty", "prompt", "empty_prompt")
-        if max(tokens) >= self._config.vocab_size:
-            raise bad_request(
-                f"prompt: token id {max(tokens)} is not in the vocabulary of {self._config.vocab_size}", "prompt"
-            )
-        output = self._request.max_tokens or DEFAULT_MAX_TOKENS
-        if len(tokens) + output > context:
-            raise HTTPError(
-                400,
-                f"this model's context is {context} tokens, but prompt ({len(tokens)} tokens) and max_tokens "
-                f"({output}) together are more",
-                "prompt" if len(tokens) >= context else "max_tokens",
-                "context_length_exceeded",
-            )
-
     def _choices(self) -> list[Choice]:
-        request = self._request
+        request = self._generation.request
         eos = frozenset() if request.ignore_eos else frozenset(self._config.eos_token_id)
         found: list[Choice] = []
-        for tokens in self._prompts:
+        for tokens in self._generation.prompts:
             for number in range(request.n or 1):
                 found.append(
                     Choice(
@@ -196,7 +168,7 @@ class Completion:
 
     def _sampling(self, number: int) -> common_pb2.SamplingParams:
         """For the number-th choice of a prompt: choices must differ, so each has a seed of its own."""
-        request = self._request
+        generation, request = self._generation, self._generation.request
         seed = None if request.seed is None else (request.seed + number) % 2**64
         return common_pb2.SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
@@ -208,12 +180,12 @@ class Completion:
             repetition_penalty=request.repetition_penalty or 1.0,
             seed=seed,
             logit_bias=request.biases(self._config.vocab_size),
-            logprobs=request.logprobs,
-            max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=generation.logprobs,
+            max_tokens=generation.max_tokens,
             min_tokens=request.min_tokens,
             stop_token_ids=request.stop_token_ids or [],
             ignore_eos=request.ignore_eos,
-            prompt_logprobs=request.logprobs if request.echo and request.logprobs is not None else None,
+            prompt_logprobs=generation.prompt_logprobs,
         )
 
 

@@ -7,6 +7,7 @@ special (beginning and end of sequence among them). Imports no torch, so that th
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,14 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, without any special token added."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of text that somebody else wrote: a spelling of a special token in it is no special token."""
+        ...
+
+    def control_token(self, spelling: str) -> int | None:
+        """The id of a token that was added to the vocabulary under this spelling, or None."""
         ...
 
     def id_to_bytes(self, token_id: int) -> bytes:
@@ -69,6 +78,12 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return [byte + self.offset for byte in text.encode("utf-8", errors="surrogatepass")]
 
+    def encode_plain(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def control_token(self, spelling: str) -> int | None:
+        return next((token for token, known in self._specials.items() if known == spelling), None)
+
     def id_to_bytes(self, token_id: int) -> bytes:
         return bytes([token_id - self.offset]) if token_id >= self.offset else b""
 
@@ -101,9 +116,16 @@ class ByteLevelTokenizer:
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self._bytes = _byte_of_character()
         self._size = config.vocab_size
+        self._plain = self._tokenizer if not added else JsonTokenizer.from_str(_without_added_tokens(content))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def control_token(self, spelling: str) -> int | None:
+        return next((token for token, known in self._added.items() if known == spelling.encode()), None)
 
     def id_to_bytes(self, token_id: int) -> bytes:
         if token_id in self._special:
@@ -120,6 +142,12 @@ class ByteLevelTokenizer:
         if token_id in self._added:
             return self._added[token_id].decode()
         return _spelled(self.id_to_bytes(token_id))
+
+
+def _without_added_tokens(content: bytes) -> str:
+    document = json.loads(content)
+    document["added_tokens"] = []
+    return json.dumps(document)
 
 
 def _spelled(content: bytes) -> str:

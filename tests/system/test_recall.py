@@ -6,10 +6,12 @@ gate can fail.
 """
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -64,6 +66,20 @@ def test_recall_20_through_the_pair_with_the_smallest_hot_buffer(tmp_path: Path,
     answers = recall(tmp_path, 64, asked)
     assert sum(a == q.answer + "\n" for a, q in zip(answers, asked, strict=True)) >= 19
     assert answers[:6] == [text(generate(nano, encode(q.prompt), OUTPUT, 512, stop_at_eos=False)) for q in asked[:6]]
+
+
+@pytest.mark.system
+def test_recall_through_chat_streamed_and_at_once(tmp_path: Path):
+    cluster = Cluster(NANO, tmp_path, with_router=True).start()
+    for question in questions(4, 900, seed=3):
+        body = {"messages": [{"role": "user", "content": question.prompt}], "max_tokens": OUTPUT, "temperature": 0}
+        url = f"{cluster.url}/v1/chat/completions"
+        whole = httpx.post(url, json=body, timeout=60).json()["choices"][0]["message"]["content"]
+        events = httpx.post(url, json=body | {"stream": True}, timeout=60).text.split("\n\n")[:-2]
+        deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+        assert whole == "".join(delta.get("content", "") for delta in deltas) == question.answer + "\n"
+    cluster.wait_idle(2)
+    assert cluster.stop() == [0, 0, 0]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from common.model.small_checkpoint import small_config
 from common.model.tokenizer import ByteTokenizer
 from router_service.app import RouterState, make_app
 from router_service.settings import RouterSettings
+from tests.unit.router.chat_tokenizer import chat_config, chat_tokenizer
 from tests.unit.router.scripted_worker import ScriptedWorker
 
 
@@ -32,18 +33,21 @@ class Router:
         self.url = url
         self.client = client
 
+    async def chat(self, *contents: str, **body: Any) -> httpx.Response:
+        """A chat request; the contents are the user's and the assistant's in turn."""
+        roles = ("user", "assistant") * len(contents)
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+        return await self.client.post("/v1/chat/completions", json={"messages": messages} | body)
+
     async def post(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
     async def events(self, **body: Any) -> list[Any]:
         """The decoded events of a stream, [DONE] checked and left out; every byte belongs to one of them."""
-        answer = await self.post(stream=True, **body)
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        parts = answer.content.decode().split("\n\n")
-        assert parts[-2:] == ["data: [DONE]", ""]
-        assert all(part.startswith("data: ") and "\n" not in part for part in parts[:-1])
-        return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+        return _events(await self.post(stream=True, **body))
+
+    async def chat_events(self, *contents: str, **body: Any) -> list[Any]:
+        return _events(await self.chat(*contents, stream=True, **body))
 
     async def metric(self, line: str) -> float:
         for found in (await self.client.get("/metrics")).text.splitlines():
@@ -52,12 +56,24 @@ class Router:
         raise AssertionError(f"no metric {line}")
 
 
+def _events(answer: httpx.Response) -> list[Any]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    parts = answer.content.decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    assert all(part.startswith("data: ") and "\n" not in part for part in parts[:-1])
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
 ServeRouter = Callable[..., Awaitable[Router]]
 
 
 @asynccontextmanager
-async def _served(prefill: list[ScriptedWorker], decode: list[ScriptedWorker], flags: dict[str, Any]) -> AsyncIterator[Router]:  # fmt: skip
-    config = ModelConfig.from_dict(small_config())
+async def _served(
+    prefill: list[ScriptedWorker], decode: list[ScriptedWorker], chat_tokens: bool, flags: dict[str, Any]
+) -> AsyncIterator[Router]:
+    config = chat_config() if chat_tokens else ModelConfig.from_dict(small_config())
+    tokenizer = chat_tokenizer() if chat_tokens else ByteTokenizer(config)
     settings = RouterSettings(
         **{
             "model": Path("/nowhere/scripted"),
@@ -68,7 +84,7 @@ async def _served(prefill: list[ScriptedWorker], decode: list[ScriptedWorker], f
             **flags,
         }
     )
-    state = RouterState(settings, config, ByteTokenizer(config))
+    state = RouterState(settings, config, tokenizer)
     app = make_app(state)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -85,18 +101,22 @@ async def _served(prefill: list[ScriptedWorker], decode: list[ScriptedWorker], f
 
 @pytest.fixture
 async def serve_router() -> AsyncIterator[ServeRouter]:
-    """serve_router(decode=[...], prefill=[...], **settings): workers not started yet are started."""
+    """serve_router(decode=[...], prefill=[...], **settings): workers not started yet are started. With chat_tokens
+    the tokenizer has DeepSeek-V4's control tokens."""
     async with AsyncExitStack() as stack:
 
         async def serve(
-            decode: list[ScriptedWorker] | None = None, prefill: list[ScriptedWorker] | None = None, **flags: Any
+            decode: list[ScriptedWorker] | None = None,
+            prefill: list[ScriptedWorker] | None = None,
+            chat_tokens: bool = False,
+            **flags: Any,
         ) -> Router:
             decode, prefill = decode or [ScriptedWorker()], prefill or [ScriptedWorker()]
             for worker in [*decode, *prefill]:
                 if not worker.address:
                     await worker.start()
                     stack.push_async_callback(worker.stop)
-            return await stack.enter_async_context(_served(prefill, decode, flags))
+            return await stack.enter_async_context(_served(prefill, decode, chat_tokens, flags))
 
         yield serve
 
