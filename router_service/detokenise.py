@@ -40,6 +40,8 @@ class StopFinder:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Text that may be shown, and whether a stop string was found right behind it."""
+        if not self._stops:
+            return piece, False
         text = self._held + piece
         found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
         if found:

@@ -25,6 +25,7 @@ from router_service.settings import RouterSettings
 
 # For connections that are still open when draining is over.
 CLOSE_TIMEOUT_S = 1
+SEND_BUFFER_BYTES = 256 << 10
 
 
 class _Server(uvicorn.Server):
@@ -57,6 +58,8 @@ async def serve(settings: RouterSettings) -> None:
     state = RouterState(settings, config, load_tokenizer(settings.model, config))
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Inherited by connections: left to itself the kernel holds megabytes for each client that does not read.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
         listener.bind((settings.host, settings.port))
         # Only listening tells whether another process has the port.

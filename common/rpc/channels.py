@@ -11,6 +11,7 @@ import grpc.aio
 from common.rpc.tls import Tls
 
 MAX_MESSAGE_BYTES = 64 << 20
+EVENTS_AHEAD_BYTES = 64 << 10
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -28,6 +29,10 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.http2.max_pings_without_data", 0),
+        # What callers receive are streams of small events: without a bound gRPC takes in megabytes of them for a
+        # reader that stands still, as it measures the connection and not the reader.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", EVENTS_AHEAD_BYTES),
         # A pool of its own: a channel to a restarted peer must not share a dead connection's backoff.
         ("grpc.use_local_subchannel_pool", 1),
     ]
