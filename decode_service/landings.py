@@ -112,5 +112,5 @@ class Landings:
     def _open(self) -> TransferEngine:
         engine = self._make_engine()
         for region in self._regions.items():
-            engine.register(region.base, region.size)
+            engine.register(region.base, region.size, region.piece_bytes)
         return engine

@@ -112,7 +112,7 @@ async def serve(settings: DecodeSettings) -> None:
     if settings.admission == "staged":
         staging = StagingPool(config.layers_of(4), settings.staging_pages, kernels, seed, backend.device)
     pools = ResourcePools(host, device, hisparse.slots, staging)
-    regions = device.regions(host, staging)
+    regions = device.regions(host, staging).in_pieces(settings.transfer_register_bytes)
     transfer = EngineSettings(
         settings.transfer_hostname,
         settings.transfer_protocol,

@@ -159,7 +159,8 @@ def outgoing_pages(plan: ChunkPlan, span: Span, ticket: TransferTicket, first: i
         position = plan.first_page + first + mine
         for index in range(have):
             target = ticket.regions.address(layer, region, items[position + index], 0, size)
-            runs.append(Run(begin + index * size, target, size))
+            end = ticket.regions.piece_end(layer, region, items[position + index])
+            runs.append(Run(begin + index * size, target, size, end))
         digest = digest_of([(begin, have * size)]) if ticket.verify else b""
         ranges.append(SentRange(layer, region, position, have, digest))
     return Outgoing(runs, ranges)
@@ -213,7 +214,8 @@ def _put(
         from_bytes = part.contiguous().view(-1).view(span.data.dtype)
         span.data[cursor : cursor + size] = from_bytes
         sent.append((span.address + cursor, size))
-        runs.append(Run(span.address + cursor, ticket.regions.address(layer, kind, item, offset, size), size))
+        target = ticket.regions.address(layer, kind, item, offset, size)
+        runs.append(Run(span.address + cursor, target, size, ticket.regions.piece_end(layer, kind, item)))
         cursor += size
     ranges.append(SentRange(layer, kind, run.row, run.count, digest_of(sent) if ticket.verify else b""))
     return cursor

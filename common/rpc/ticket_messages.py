@@ -14,6 +14,7 @@ def regions_to_messages(regions: RegionTable) -> list[common_pb2.Region]:
             base=region.base,
             bytes=region.size,
             item_bytes=region.item_bytes,
+            piece_bytes=region.piece_bytes,
         )
         for region in regions.items()
     ]
@@ -35,7 +36,9 @@ def to_message(ticket: TransferTicket, receiver: common_pb2.Incarnation) -> comm
 def from_message(message: common_pb2.TransferTicket) -> TransferTicket:
     """Raises ValueError for an unknown region kind, a repeated region or wrong item sizes."""
     regions = [
-        Region(region.layer_id, RegionKind(region.kind), region.base, region.bytes, region.item_bytes)
+        Region(
+            region.layer_id, RegionKind(region.kind), region.base, region.bytes, region.item_bytes, region.piece_bytes
+        )
         for region in message.regions
     ]
     return TransferTicket(

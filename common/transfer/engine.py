@@ -112,20 +112,23 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
+        self._pieces: dict[int, int] = {}
         self._registered: list[int] = []
         self._closed = False
         structlog.get_logger().info("transfer engine started", session=self.session, protocol=settings.protocol)
 
-    def register(self, address: int, size: int) -> None:
-        """Makes memory readable and writable for transfers. Raises TransferUnavailableError."""
+    def register(self, address: int, size: int, piece_bytes: int = 0) -> None:
+        """Makes memory readable and writable for transfers, in pieces of `piece_bytes` (0 = the setting's). No write
+        may cross the border of two, on either side. Raises TransferUnavailableError."""
+        piece_bytes = piece_bytes or self._register_bytes
         self._locked_bytes += size
         if self._protocol == "rdma":
             try:
                 check_memlock(self._locked_bytes)
             except RdmaError as error:
                 raise TransferUnavailableError(str(error)) from None
-        for begin in range(0, size, self._register_bytes):
-            length = min(self._register_bytes, size - begin)
+        for begin in range(0, size, piece_bytes):
+            length = min(piece_bytes, size - begin)
             status = self._engine.register_memory(address + begin, length)
             if status != 0:
                 raise TransferUnavailableError(
@@ -136,14 +139,24 @@ class TransferEngine:
         with self._lock:
             bisect.insort(self._starts, address)
             self._ends[address] = address + size
+            self._pieces[address] = piece_bytes
 
-    def check_local(self, address: int, size: int) -> None:
-        """Raises ValueError unless the bytes lie inside one registered region: Mooncake over TCP doesn't check."""
+    def local_pieces(self, address: int, size: int) -> list[int]:
+        """How `size` bytes from `address` on lie in registered pieces: sizes, in order. Raises ValueError unless they
+        lie inside one registered region: Mooncake over TCP doesn't check."""
         with self._lock:
             place = bisect.bisect_right(self._starts, address) - 1
-            inside = place >= 0 and address + size <= self._ends[self._starts[place]]
+            start = self._starts[place] if place >= 0 else 0
+            inside = place >= 0 and address + size <= self._ends[start]
+            piece = self._pieces[start] if inside else 0
         if not inside:
             raise ValueError(f"{size} bytes at {address:#x} are not inside registered memory")
+        sizes: list[int] = []
+        while size > 0:
+            sizes.append(min(size, piece - (address - start) % piece))
+            address += sizes[-1]
+            size -= sizes[-1]
+        return sizes
 
     def submit_write(self, session: str, source: int, target: int, size: int) -> int:
         """Begins one write; returns its id, 0 when it was refused (then nothing is in flight)."""

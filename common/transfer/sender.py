@@ -19,7 +19,7 @@ import structlog
 from common.errors import ErrorReason, ServiceError
 from common.transfer.engine import TransferEngine
 from common.transfer.pace import Pace
-from common.transfer.plan import Run, batches, merge
+from common.transfer.plan import Run, batches, cut, merge
 
 POLL_S = 0.0002
 IDLE_S = 0.5
@@ -87,9 +87,7 @@ class TransferSender:
         Raises ValueError for a source outside registered memory and ServiceError when the key is cancelled, the
         peer's queue is full or the sender closed.
         """
-        merged = merge(runs, self._settings.max_run_bytes)
-        for run in merged:
-            self._engine.check_local(run.source, run.size)
+        merged = cut(merge(runs, self._settings.max_run_bytes), self._engine.local_pieces)
         post = Post(key, session, merged, deadline_s)
         with self._lock:
             if self._closed:

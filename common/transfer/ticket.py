@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from common.kv.handover import Handover
@@ -61,13 +61,15 @@ def kinds_of_ratio(ratio: int) -> tuple[RegionKind, ...]:
 
 @dataclass(frozen=True)
 class Region:
-    """Item i of a registered buffer begins at base + i * item_bytes."""
+    """Item i of a registered buffer begins at base + i * item_bytes. It is registered in pieces of `piece_bytes`, a
+    multiple of the item's (0 = as a whole)."""
 
     layer: int
     kind: RegionKind
     base: int
     size: int
     item_bytes: int
+    piece_bytes: int = 0
 
 
 class RegionTable:
@@ -85,7 +87,28 @@ class RegionTable:
                     f"region {region.kind.name} of layer {region.layer} has items of {region.item_bytes} bytes, "
                     f"expected {ITEM_BYTES[region.kind]}"
                 )
+            if region.piece_bytes % region.item_bytes:
+                raise ValueError(
+                    f"region {region.kind.name} of layer {region.layer} is registered in pieces of "
+                    f"{region.piece_bytes} bytes, which is no multiple of its items' {region.item_bytes}"
+                )
             self._regions[place] = region
+
+    def in_pieces(self, max_bytes: int) -> RegionTable:
+        """The same regions, registered in pieces of at most `max_bytes`, but of one item at least."""
+        return RegionTable(
+            replace(region, piece_bytes=max(1, max_bytes // region.item_bytes) * region.item_bytes)
+            for region in self._regions.values()
+        )
+
+    def piece_end(self, layer: int, kind: RegionKind, item: int) -> int:
+        """Address at which the piece ends that has this item."""
+        region = self._regions[layer, kind]
+        end = region.base + region.size
+        if not region.piece_bytes:
+            return end
+        piece = item * region.item_bytes // region.piece_bytes
+        return min(end, region.base + (piece + 1) * region.piece_bytes)
 
     def items(self) -> list[Region]:
         return list(self._regions.values())

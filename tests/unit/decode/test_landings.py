@@ -26,7 +26,7 @@ class FakeEngine:
         self.fences = 0
         self.closed = False
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, address: int, size: int, piece_bytes: int) -> None:
         self.registered.append((address, size))
 
     def fence(self, timeout_s: float) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.transfer.plan import Run, batches, merge
+from common.transfer.plan import Run, batches, cut, merge
 from common.transfer.send_ring import SendRing
 
 
@@ -88,3 +88,22 @@ def test_a_full_ring_says_so_and_waits_no_longer_than_told():
     assert ring.take(100, timeout_s=5) is not None
     with pytest.raises(ValueError, match="does not fit a send ring of 256"):
         ring.take(257)
+
+
+def test_runs_of_two_pieces_of_the_receivers_memory_do_not_merge():
+    runs = [Run(i * 100, 5000 + i * 100, 100, 5200 if i < 2 else 5400) for i in range(4)]
+    assert merge(runs, 1000) == [Run(0, 5000, 200, 5200), Run(200, 5200, 200, 5400)]
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 60)), max_size=8))
+def test_runs_are_cut_at_the_senders_own_borders_and_lose_nothing(piece: int, places: list[tuple[int, int]]):
+    runs = [Run(source, 1000 + source, size) for source, size in places]
+
+    def sizes(address: int, size: int) -> list[int]:
+        borders = [b for b in range(0, 400, piece) if address < b < address + size]
+        ends = [address, *borders, address + size]
+        return [b - a for a, b in itertools.pairwise(ends)]
+
+    made = cut(runs, sizes)
+    assert bytes_of(made) == bytes_of(runs)
+    assert all(run.source // piece == (run.source + run.size - 1) // piece for run in made)

@@ -81,3 +81,16 @@ def test_a_missing_or_repeated_region_is_named():
         RegionTable([*regions, regions[0]])
     with pytest.raises(ValueError, match="items of 37441 bytes, expected 37440"):
         RegionTable([Region(0, RegionKind.C4, 0, 37441, 37441)])
+
+
+def test_pieces_hold_whole_items_and_end_where_the_region_does():
+    size = ITEM_BYTES[RegionKind.C128]
+    table = RegionTable([Region(3, RegionKind.C128, 1000, 7 * size, size)])
+    assert table.piece_end(3, RegionKind.C128, 0) == 1000 + 7 * size
+    pieces = table.in_pieces(2 * size + 5)
+    ends = [(pieces.piece_end(3, RegionKind.C128, item) - 1000) // size for item in range(7)]
+    assert ends == [2, 2, 4, 4, 6, 6, 7]
+    (tiny,) = table.in_pieces(1).items()
+    assert tiny.piece_bytes == size
+    with pytest.raises(ValueError, match="no multiple of its items'"):
+        RegionTable([Region(3, RegionKind.C128, 1000, 7 * size, size, size + 1)])

@@ -140,18 +140,20 @@ class KVLayout(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., logical_page_tokens: _Optional[int] = ..., head_dim: _Optional[int] = ..., rope_dim: _Optional[int] = ..., index_head_dim: _Optional[int] = ..., index_topk: _Optional[int] = ..., sliding_window: _Optional[int] = ..., c4_rows_per_page: _Optional[int] = ..., c4_page_bytes: _Optional[int] = ..., index_rows_per_page: _Optional[int] = ..., index_page_bytes: _Optional[int] = ..., c128_rows_per_page: _Optional[int] = ..., c128_page_bytes: _Optional[int] = ..., window_rows_per_page: _Optional[int] = ..., window_page_bytes: _Optional[int] = ..., row_dtype: _Optional[str] = ..., index_dtype: _Optional[str] = ..., state_dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Region(_message.Message):
-    __slots__ = ("layer_id", "kind", "base", "bytes", "item_bytes")
+    __slots__ = ("layer_id", "kind", "base", "bytes", "item_bytes", "piece_bytes")
     LAYER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ITEM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     layer_id: int
     kind: RegionKind
     base: int
     bytes: int
     item_bytes: int
-    def __init__(self, layer_id: _Optional[int] = ..., kind: _Optional[_Union[RegionKind, str]] = ..., base: _Optional[int] = ..., bytes: _Optional[int] = ..., item_bytes: _Optional[int] = ...) -> None: ...
+    piece_bytes: int
+    def __init__(self, layer_id: _Optional[int] = ..., kind: _Optional[_Union[RegionKind, str]] = ..., base: _Optional[int] = ..., bytes: _Optional[int] = ..., item_bytes: _Optional[int] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class TransferTicket(_message.Message):
     __slots__ = ("session", "receiver", "regions", "host_c4_pages", "logical_pages", "window_slot", "state_slot", "verify")
