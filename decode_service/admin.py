@@ -15,6 +15,7 @@ from common.transfer.layout import HandoverLayout
 from common.transfer.ticket import RegionTable
 from common.version import VERSION
 from decode_service.engine import DecodeEngine
+from decode_service.extent_allocator import FRAGMENTATION
 from decode_service.landings import Landings
 from decode_service.metrics import DecodeMetrics
 from decode_service.server import DecodeServicer
@@ -87,6 +88,11 @@ class DecodeAdmin(AdminBasics):
                 "fences": float(self._landings.fences),
                 "quarantine_alarm": float(bool(self._servicer.quarantine_alarm())),
                 "quarantine_oldest_s": self._servicer.quarantine_oldest_s(),
+            }
+            | {
+                f"{name}_{what}": read(found)
+                for name, found in self._engine.pools.fragmentation().items()
+                for what, read in FRAGMENTATION.items()
             }
             | self._metrics.counts(),
             max_context_tokens=self._max_context_tokens,

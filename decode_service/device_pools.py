@@ -22,6 +22,7 @@ from common.kv.layout import (
 from common.model.config import ModelConfig
 from common.model.kv_store import CacheKind
 from common.transfer.ticket import ITEM_BYTES, Region, RegionKind, RegionTable
+from decode_service.extent_allocator import ExtentAllocator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.page_allocator import PageAllocator
 from decode_service.staging import StagingPool
@@ -40,7 +41,7 @@ class DevicePools:
     [slots, 149760] uint8; states[layer, kind] [slots + 1, rows, width] fp32, row of token t is t % rows; the last
     slot belongs to nobody and takes what the padding of a captured step writes."""
 
-    logical: PageAllocator
+    logical: ExtentAllocator
     window_slots: PageAllocator
     state_slots: PageAllocator
     index: dict[int, Tensor]
@@ -66,7 +67,7 @@ class DevicePools:
             for layer in c128
         }
         return cls(
-            logical=PageAllocator("logical", logical_pages, shuffle_seed),
+            logical=ExtentAllocator("logical", logical_pages, shuffle_seed),
             window_slots=PageAllocator("window", slots, shuffle_seed),
             state_slots=PageAllocator("state", slots, shuffle_seed),
             index={layer: _pages(logical_pages, INDEX_PAGE.page_bytes, device) for layer in c4},

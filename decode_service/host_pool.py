@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.kernels.interface import KVKernels
 from common.kv.layout import C4_PAGE
-from decode_service.page_allocator import PageAllocator
+from decode_service.extent_allocator import ExtentAllocator
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class DeepSeekV4PagedHostPool:
         page_locked: bool = False,
     ) -> None:  # fmt: skip
         """`page_locked`: memory that a GPU reads and writes in place; raises RuntimeError where it can't be had."""
-        self.allocator = PageAllocator("host_c4", pages, shuffle_seed)
+        self.allocator = ExtentAllocator("host_c4", pages, shuffle_seed)
         self.buffers: dict[int, Tensor] = {
             layer: torch.zeros(pages, C4_PAGE.page_bytes, dtype=torch.uint8, pin_memory=page_locked) for layer in layers
         }

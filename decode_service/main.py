@@ -33,6 +33,7 @@ from common.transfer.ticket import ITEM_BYTES, RegionKind
 from decode_service.admin import PHASES, DecodeAdmin
 from decode_service.device_pools import DevicePools
 from decode_service.engine import DecodeEngine
+from decode_service.extent_allocator import FRAGMENTATION
 from decode_service.hisparse import HiSparseCoordinator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.landings import Landings
@@ -205,6 +206,11 @@ def _publish(metrics: DecodeMetrics, engine: DecodeEngine) -> None:
         for state in ("free", "used", "quarantined"):
             metrics.pool.labels(use.name, state).set_function(
                 lambda index=index, state=state: getattr(engine.pools.use()[index], state)
+            )
+    for name in engine.pools.fragmentation():
+        for what, read in FRAGMENTATION.items():
+            metrics.fragmentation.labels(name, what).set_function(
+                lambda name=name, read=read: read(engine.pools.fragmentation()[name])
             )
     for what in ("hits", "misses", "backups"):
         metrics.hot.labels(what).set_function(lambda what=what: getattr(engine.hisparse.counters, what))

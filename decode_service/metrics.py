@@ -40,6 +40,12 @@ class DecodeMetrics:
         self.fences = Gauge("dsv4pd_decode_fences", "Transfer sessions fenced since start.", registry=r)
         self.requests = Gauge("dsv4pd_decode_requests", "Requests in the service.", ["phase"], registry=r)
         self.pool = Gauge("dsv4pd_decode_pool_pages", "Pages by pool and state.", ["pool", "state"], registry=r)
+        self.fragmentation = Gauge(
+            "dsv4pd_decode_pool_fragmentation",
+            "Of pools that give extents: mean_extent_pages, free_runs, largest_free_run.",
+            ["pool", "what"],
+            registry=r,
+        )
         self.hot = Gauge("dsv4pd_decode_hot_rows", "Rows since start: hits, misses, backups.", ["what"], registry=r)
 
     def counts(self) -> dict[str, float]:

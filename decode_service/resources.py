@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 
 from common.kv.layout import host_page_count, logical_page_count
 from decode_service.device_pools import DevicePools
+from decode_service.extent_allocator import ExtentAllocator, Fragmentation
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.page_allocator import PageAllocator
 from decode_service.staging import StagingPool
+
+Allocator = ExtentAllocator | PageAllocator
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class ResourcePools:
         ]
         if self._staging is not None:
             needs.append((self._staging, host_page_count(prompt_tokens)))
-        taken: list[tuple[PageAllocator, list[int]]] = []
+        taken: list[tuple[Allocator, list[int]]] = []
         for allocator, count in needs:
             pages = allocator.take(count)
             if pages is None:
@@ -109,6 +112,10 @@ class ResourcePools:
     def use(self) -> list[PoolUse]:
         return [PoolUse(a.name, a.total, a.free, a.used, a.quarantined) for a in self._allocators]
 
+    def fragmentation(self) -> dict[str, Fragmentation]:
+        """Of the pools that give extents, by name."""
+        return {a.name: a.fragmentation() for a in self._allocators if isinstance(a, ExtentAllocator)}
+
     def check_integrity(self, held: Iterable[RequestResources], set_aside: Iterable[RequestResources] = ()) -> None:
         """Raises ValueError unless the pools are sound, exactly `held` is owned and `set_aside` quarantined."""
         owned, quarantined = list(held), list(set_aside)
@@ -119,8 +126,8 @@ class ResourcePools:
                 [page for resources in quarantined for page in self._parts(resources)[index][1]],
             )
 
-    def _parts(self, resources: RequestResources) -> list[tuple[PageAllocator, list[int]]]:
-        parts = [
+    def _parts(self, resources: RequestResources) -> list[tuple[Allocator, list[int]]]:
+        parts: list[tuple[Allocator, list[int]]] = [
             (self._host, list(resources.host_pages)),
             (self._device.logical, list(resources.logical_pages)),
             (self._device.window_slots, [resources.window_slot]),
