@@ -154,7 +154,8 @@ class PrefillEngine:
                 self._team.drop_ended()
             for job in self._scheduler.admit():
                 job.kv = SequenceKV(self._model.config, self._kernels, self._model.device)
-                job.start()
+                for each in (job, *job.sharers):
+                    each.start()
                 if self._team is not None:
                     self._team.open(job)
             chunks = self._staged(self._scheduler.next_chunks())
@@ -169,10 +170,21 @@ class PrefillEngine:
             job = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
             while True:
                 if job is not None:
-                    self._scheduler.add(job)
+                    self._schedule(job)
                 job = self._arrived.get_nowait()
         except queue.Empty:
             return
+
+    def _schedule(self, job: PrefillJob) -> None:
+        """Behind the others, or beside one with the same prompt, as n choices of one request have it."""
+        # Processes of a team send their own parts, for the job they were told of.
+        leader = self._scheduler.join(job) if self._team is None else None
+        if leader is None:
+            self._scheduler.add(job)
+            return
+        self._metrics.shared.inc()
+        if leader.phase == "computing":
+            job.start()
 
     def _staged(self, chunks: list[ScheduledChunk]) -> list[tuple[ScheduledChunk, Span]]:
         """The chunks for which the send ring has room now, oldest first; the others wait for transfers to end."""
@@ -202,18 +214,16 @@ class PrefillEngine:
         except Exception as cause:  # noqa: BLE001 - one bad step must not end the service
             structlog.get_logger().exception("prefill step failed", requests=[c.job.request_id for c, _ in staged])
             for (chunk, _), use in zip(staged, uses, strict=True):
-                self._give_up(chunk.job, ServiceError(ErrorReason.PREFILL_FAILED, f"prefill step failed: {cause!r}"))
+                for job in (chunk.job, *chunk.job.sharers):
+                    self._give_up(job, ServiceError(ErrorReason.PREFILL_FAILED, f"prefill step failed: {cause!r}"))
                 use.release()
             return
         self._metrics.step(time.monotonic() - begun, sum(c.plan.end - c.plan.start for c, _ in staged))
+        # Whoever came meanwhile with a prompt of this step can still have its pages.
+        self._take_arrivals(0.0)
         for (chunk, _), use, logits in zip(staged, uses, outputs, strict=True):
             try:
                 self._after(chunk, use, logits)
-            except ServiceError as error:
-                self._give_up(chunk.job, error)
-            except Exception as cause:  # noqa: BLE001 - likewise
-                structlog.get_logger().exception("posting a chunk failed", request_id=chunk.job.request_id)
-                self._give_up(chunk.job, ServiceError(ErrorReason.PREFILL_FAILED, f"posting failed: {cause!r}"))
             finally:
                 use.release()
 
@@ -224,26 +234,53 @@ class PrefillEngine:
         return self._team.logits(inputs, self._model.prefill(inputs, self._team.team))
 
     def _after(self, chunk: ScheduledChunk, use: SpanUse, logits: Tensor | None) -> None:
-        """Posts what the chunk completed; behind the last one also the rest and the first token."""
-        job, plan = chunk.job, chunk.plan
-        if job.phase == "ended":
+        """Posts what the chunk completed, to everybody whose prompt it is."""
+        leader, plan = chunk.job, chunk.plan
+        jobs = [leader, *leader.sharers]
+        if all(job.phase == "ended" for job in jobs):
             return
+        done = [job for job in jobs if self._hand_over(job, plan, use, logits, _kv(leader))]
+        if not plan.is_last:
+            return
+        leader.kv = None
+        self._scheduler.remove(leader)
+        for job in jobs:
+            if job not in done:
+                self._sender.cancel(job.key)
+            job.release()
+
+    def _hand_over(self, job: PrefillJob, plan: ChunkPlan, use: SpanUse, logits: Tensor | None, kv: SequenceKV) -> bool:
+        """Whether the job goes on, or is done; an error costs this job only."""
         job.computed = plan.end
+        if job.phase == "ended":
+            return False
+        try:
+            self._send_chunk(job, plan, use, logits, kv)
+        except ServiceError as error:
+            self._give_up(job, error)
+            return False
+        except Exception as cause:  # noqa: BLE001 - likewise
+            structlog.get_logger().exception("posting a chunk failed", request_id=job.request_id)
+            self._give_up(job, ServiceError(ErrorReason.PREFILL_FAILED, f"posting failed: {cause!r}"))
+            return False
+        return True
+
+    def _send_chunk(
+        self, job: PrefillJob, plan: ChunkPlan, use: SpanUse, logits: Tensor | None, kv: SequenceKV
+    ) -> None:
+        """Complete pages; behind the last chunk also the rest and the first token."""
         job.chunk_done()
         if plan.complete_pages:
             pages = outgoing_pages(plan, use.span, job.ticket, 0, plan.complete_pages)
             self._post(job, use, pages, (plan.first_page, plan.complete_pages))
-        if logits is not None and job.sampling.settings.prompt_logprobs is not None:
+        if logits is not None and job.wants_prompt_logprobs:
             self._add_prompt_logprobs(job, plan, logits)
         if plan.is_last:
             if logits is None:
                 raise ValueError("the last chunk gave no logits")
             first = sample(logits.view(-1, logits.shape[-1])[-1:], [job.sampling])[0]
-            self._post(job, use, outgoing_rest(plan, use.span, job.ticket, _kv(job)), None)
-            job.kv = None
-            self._scheduler.remove(job)
+            self._post(job, use, outgoing_rest(plan, use.span, job.ticket, kv), None)
             job.computed_last(first)
-            job.release()
 
     def _post(self, job: PrefillJob, use: SpanUse, outgoing: Outgoing, pages: tuple[int, int] | None) -> None:
         post = self._sender.post(job.key, job.ticket.session, outgoing.runs, job.transfer_timeout_s)
@@ -270,6 +307,6 @@ def _kv(job: PrefillJob) -> SequenceKV:
 
 def _input(job: PrefillJob, kv: SequenceKV, plan: ChunkPlan) -> PrefillChunk:
     tokens: torch.Tensor = job.token_ids[plan.start : plan.end]
-    if job.sampling.settings.prompt_logprobs is not None:
+    if job.wants_prompt_logprobs:
         return PrefillChunk(tokens, kv, logits="all")
     return PrefillChunk(tokens, kv, logits="last" if plan.is_last else "none")

@@ -108,6 +108,8 @@ class PrefillJob:
         self.transfer_timeout_s = transfer_timeout_s
         self.kv: SequenceKV | None = None
         self.computed = 0
+        # Jobs with the same prompt that are computed with this one; each has its own pages, token and end.
+        self.sharers: list[PrefillJob] = []
         self.gone: Future[None] = Future()
         self.arrived_ns = time.time_ns()
         self._emit = emit
@@ -141,6 +143,22 @@ class PrefillJob:
         """A write failed: bytes of it may be on the network although none is alive here. Final once `gone`."""
         with self._lock:
             return self._writes_failed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sampling.settings.prompt_logprobs is not None
+
+    def computes_the_same(self, other: PrefillJob) -> bool:
+        return self.wants_prompt_logprobs == other.wants_prompt_logprobs and torch.equal(
+            self.token_ids, other.token_ids
+        )
+
+    def hand_on(self) -> PrefillJob:
+        """The first sharer, which goes on with what was computed so far."""
+        heir, *heir.sharers = self.sharers
+        heir.kv, heir.computed = self.kv, self.computed
+        self.kv, self.sharers = None, []
+        return heir
 
     def start(self) -> None:
         """The engine begins with it."""

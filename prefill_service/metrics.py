@@ -29,6 +29,7 @@ class PrefillMetrics:
         )
         self.sent_bytes = Counter("dsv4pd_prefill_sent_bytes", "KV bytes acknowledged by receivers.", registry=r)
         self.done = Counter("dsv4pd_prefill_requests_done", "Prompts handed over.", registry=r)
+        self.shared = Counter("dsv4pd_prefill_shared", "Prompts computed with an identical one.", registry=r)
         self.failures = Counter("dsv4pd_prefill_failures", "Prompts not handed over.", ["reason"], registry=r)
         self.transfer_failures = Counter(
             "dsv4pd_prefill_transfer_failures", "Posts of pages that failed.", ["reason"], registry=r
@@ -45,8 +46,8 @@ class PrefillMetrics:
         self.ring_bytes = Gauge("dsv4pd_prefill_ring_bytes", "Send ring bytes in use.", registry=r)
 
     def counts(self) -> dict[str, float]:
-        """Deadlines that passed and messages that were ignored, for GetStatus."""
-        families = {"deadline": self.deadlines, "late": self.late_messages}
+        """Prompts shared, deadlines that passed and messages that were ignored, for GetStatus."""
+        families = {"deadline": self.deadlines, "late": self.late_messages, "shared": self.shared}
         return {
             "_".join([name, *sample.labels.values()]): sample.value
             for name, counter in families.items()

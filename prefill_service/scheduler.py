@@ -51,12 +51,35 @@ class Scheduler:
     def add(self, job: PrefillJob) -> None:
         self._waiting.append(job)
 
+    def join(self, job: PrefillJob) -> PrefillJob | None:
+        """Lets the job share the computing of one with the same prompt, whose pages it still gets all as long as none
+        was sent. Returns that one, or None."""
+        for leader in (*self._running, *self._waiting):
+            if leader.computed == 0 and leader.phase != "ended" and leader.computes_the_same(job):
+                leader.sharers.append(job)
+                return leader
+        return None
+
     def drop_ended(self) -> list[PrefillJob]:
-        """Forgets jobs that ended by other means (cancelled, failed) and returns them."""
-        ended = [job for job in (*self._waiting, *self._running) if job.phase == "ended"]
-        for job in ended:
-            self.remove(job)
+        """Forgets jobs that ended by other means (cancelled, failed) and returns them. Where others share one, the
+        first of them takes its place."""
+        ended: list[PrefillJob] = []
+        for job in (*self._waiting, *self._running):
+            over = [sharer for sharer in job.sharers if sharer.phase == "ended"]
+            job.sharers = [sharer for sharer in job.sharers if sharer not in over]
+            ended += over
+            if job.phase != "ended":
+                continue
+            ended.append(job)
+            if job.sharers:
+                self._replace(job, job.hand_on())
+            else:
+                self.remove(job)
         return ended
+
+    def _replace(self, job: PrefillJob, heir: PrefillJob) -> None:
+        jobs = self._running if job in self._running else self._waiting
+        jobs[jobs.index(job)] = heir
 
     def remove(self, job: PrefillJob) -> None:
         """The job is computed, or over."""

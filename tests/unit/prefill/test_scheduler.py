@@ -128,3 +128,36 @@ def test_futures_of_a_post_are_its_own():
     one, other = Post("a", "s", [], 1.0), Post("a", "s", [], 1.0)
     assert isinstance(one.done, Future)
     assert one.done is not other.done
+
+
+def test_identical_prompts_are_one_computation_until_a_page_was_sent():
+    scheduler = Scheduler((0,), 256, 600, 10_000)
+    first, same, other = make_job("first", 300), make_job("same", 300), make_job("other", 299)
+    scheduler.add(first)
+    assert scheduler.join(same) is first
+    assert scheduler.join(other) is None
+    scheduler.add(other)
+    assert scheduler.admit() == [first, other]
+    assert [c.job for c in scheduler.next_chunks()] == [first, other]
+    first.computed = 256
+    assert scheduler.join(make_job("late", 300)) is None
+
+
+def test_where_the_computed_one_ends_the_next_goes_on_from_there():
+    scheduler = Scheduler((0,), 256, 600, 10_000)
+    first, second, third = make_job("first", 300), make_job("second", 300), make_job("third", 300)
+    kv: Any = object()
+    scheduler.add(first)
+    scheduler.admit()
+    for job in (second, third):
+        assert scheduler.join(job) is first
+    first.kv, first.computed = kv, 256
+    first.cancel()
+    assert scheduler.drop_ended() == [first]
+    assert [(c.job, c.plan.start) for c in scheduler.next_chunks()] == [(second, 256)]
+    assert (second.kv, second.sharers, first.kv, first.sharers) == (kv, [third], None, [])
+    third.cancel()
+    assert scheduler.drop_ended() == [third]
+    second.cancel()
+    assert scheduler.drop_ended() == [second]
+    assert scheduler.running == 0
