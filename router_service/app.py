@@ -34,6 +34,7 @@ from router_service.chat_protocol import ChatRequest
 from router_service.client_context import client_context, from_headers
 from router_service.completions import Completion
 from router_service.disconnect import ClientGoneError, unless_disconnected
+from router_service.documented import ERROR_RESPONSES, READY_RESPONSES, answers_schema
 from router_service.draining import ConnectionCloser
 from router_service.errors import HTTPError
 from router_service.event_stream import EventStream
@@ -154,7 +155,7 @@ def make_app(state: RouterState) -> FastAPI:
         yield
         await state.workers.close()
 
-    app = FastAPI(title="dsv4-pd", version=VERSION, lifespan=lifespan)
+    app = FastAPI(title="dsv4-pd", version=VERSION, lifespan=lifespan, responses=ERROR_RESPONSES)
     if state.settings.otlp_endpoint:
         app.add_middleware(TraceMiddleware)
     app.add_middleware(ConnectionCloser, state=state)
@@ -163,11 +164,11 @@ def make_app(state: RouterState) -> FastAPI:
     _add_error_handlers(app)
     _add_operations(app, state)
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=answers_schema("text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _complete(state, body, request)
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=answers_schema("chat.completion"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await _complete(state, body, request)
 
@@ -279,7 +280,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def starlette_error(_: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         detail = str(error.detail) if isinstance(error, HTTPException) else "error"
-        return errors.response(HTTPError(status, detail))
+        answer = errors.response(HTTPError(status, detail))
+        # A 405 names what is allowed.
+        answer.headers.update((isinstance(error, HTTPException) and error.headers) or {})
+        return answer
 
     app.add_exception_handler(HTTPError, http_error)
     app.add_exception_handler(RequestValidationError, validation)
@@ -310,7 +314,7 @@ def _add_operations(app: FastAPI, state: RouterState) -> None:
     async def health() -> dict[str, str]:
         return {"status": "alive"}
 
-    @app.get("/ready", response_model=None)
+    @app.get("/ready", response_model=None, responses=READY_RESPONSES)
     async def ready() -> Response:
         usable = {
             "prefill": {w.address: w.trouble or "usable" for w in state.workers.prefill},

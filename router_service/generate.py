@@ -88,7 +88,7 @@ async def run_choice(
                     raise ServiceError(ErrorReason.INTERNAL, "the decode service ended its stream without an event")
                 trial.reserved = True
                 on_dispatched()
-                async for piece in _pieces(choice, first, events, tokenizer):
+                async for piece in pieces_of(choice, first, events, tokenizer):
                     shown = True
                     yield piece
                 trial.succeeded()
@@ -151,12 +151,13 @@ async def _events(choice: Choice, trial: Trial, attempt: int) -> AsyncGenerator[
         prefill.requests -= 1
 
 
-async def _pieces(
+async def pieces_of(
     choice: Choice,
     first: decode_pb2.GenerateEvent,
     events: AsyncIterator[decode_pb2.GenerateEvent],
     tokenizer: Tokenizer,
 ) -> AsyncGenerator[Piece]:
+    """The text of a call's events, `first` and those behind it, and how it ended. Raises ServiceError."""
     detokeniser = IncrementalDetokeniser(tokenizer, skip_special_tokens=choice.skip_special_tokens)
     finder = StopFinder(choice.stops)
     made = 0

@@ -69,8 +69,8 @@ ServeRouter = Callable[..., Awaitable[Router]]
 
 
 @asynccontextmanager
-async def _served(
-    prefill: list[ScriptedWorker], decode: list[ScriptedWorker], chat_tokens: bool, flags: dict[str, Any]
+async def serving(
+    prefill: list[ScriptedWorker], decode: list[ScriptedWorker], chat_tokens: bool = False, **flags: Any
 ) -> AsyncIterator[Router]:
     config = chat_config() if chat_tokens else ModelConfig.from_dict(small_config())
     tokenizer = chat_tokenizer() if chat_tokens else ByteTokenizer(config)
@@ -89,14 +89,14 @@ async def _served(
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    served = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, timeout=20) as client:
         yield Router(state, app, url, client)
     server.should_exit = True
-    await serving
+    await served
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ async def serve_router() -> AsyncIterator[ServeRouter]:
                 if not worker.address:
                     await worker.start()
                     stack.push_async_callback(worker.stop)
-            return await stack.enter_async_context(_served(prefill, decode, chat_tokens, flags))
+            return await stack.enter_async_context(serving(prefill, decode, chat_tokens, **flags))
 
         yield serve
 

@@ -51,18 +51,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_bad_parameters_are_400_by_name_and_reach_no_worker(serve_router: ServeRouter):
+async def test_bad_parameters_are_400_by_name_twice_reach_no_worker_and_the_next_request_works(
+    serve_router: ServeRouter,
+):
     worker = ScriptedWorker()
     router = await serve_router([worker])
     for body, param in BAD:
-        answer = await router.post(**body)
-        assert answer.status_code == 400, body
-        error = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert (error["param"], error["type"]) == (param, "invalid_request_error")
-        assert param.rpartition(".")[2] in error["message"]
+        for _ in range(2):
+            answer = await router.post(**body)
+            assert answer.status_code == 400, body
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (error["param"], error["type"]) == (param, "invalid_request_error")
+            assert param.rpartition(".")[2] in error["message"]
         assert worker.requests == []
         assert router.state.in_flight == 0
+        assert (await router.post(prompt="x")).status_code == 200
+        worker.requests.clear()
 
 
 RAW = [
@@ -109,6 +114,7 @@ async def test_other_routes_and_methods_answer_in_the_same_shape(serve_router: S
         answer = await router.client.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] in ("invalid_request_error", "not_found_error")
+        assert (answer.headers.get("allow") is not None) == (status == 405)
 
 
 async def test_the_request_id_is_the_clients_in_answer_and_metadata(serve_router: ServeRouter):
