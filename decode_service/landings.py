@@ -80,7 +80,12 @@ class Landings:
         try:
             engine = spare or await asyncio.to_thread(self._open)
         except TransferUnavailableError as error:
-            raise ServiceError(ErrorReason.INTERNAL, f"no transfer session for a new writer: {error}") from None
+            raise ServiceError(
+                ErrorReason.INTERNAL,
+                f"no transfer session for a new writer: {error}; each takes two ports of transfer_min_port to "
+                f"transfer_max_port, and {len(self._fenced)} fenced ones keep theirs until this service restarts",
+                field="transfer_max_port",
+            ) from None
         finally:
             del self._opening[incarnation]
         self._engines[incarnation] = engine

@@ -44,7 +44,10 @@ class DecodeSettings(WorkerSettings):
     transfer_hostname: str = Field("127.0.0.1", description="this host's address for Mooncake peers")
     transfer_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake transport")
     transfer_device: str = Field("", description="RDMA devices, comma separated; empty = all")
-    transfer_min_port: Port = Field(0, description="least port Mooncake may open; 0 = its own range")
+    transfer_min_port: Port = Field(
+        0,
+        description="least port Mooncake may open; two a prefill process, fenced ones too; 0 = its own range",
+    )
     transfer_max_port: Port = Field(0, description="greatest port Mooncake may open")
     transfer_gid_index: int = Field(-1, ge=-1, description="GID index of RDMA devices; -1 = Mooncake's choice")
     transfer_ib_port: int = Field(0, ge=0, description="port of RDMA devices; 0 = any that is active")
