@@ -116,6 +116,8 @@ ROWS: dict[str, list[Panel]] = {
             "reqps",
             (rate("dsv4pd_decode_failures_total", "reason"), ("sum(rate(dsv4pd_decode_quarantined_total[$__rate_interval]))", "quarantined")),
         ),
+        Panel("Deadlines that passed", "reqps", (rate("dsv4pd_decode_deadlines_total", "which"),)),
+        Panel("Fences and quarantine alarm", "short", (("dsv4pd_decode_fences", "fences {{instance}}"), ("dsv4pd_decode_quarantine_alarm", "alarm {{instance}}")), "A fence ends the transfer session of a prefill process that vanished; an alarm says that one can't be completed."),
     ],
 }  # fmt: skip
 
