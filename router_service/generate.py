@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -158,46 +157,70 @@ async def pieces_of(
     tokenizer: Tokenizer,
 ) -> AsyncGenerator[Piece]:
     """The text of a call's events, `first` and those behind it, and how it ended. Raises ServiceError."""
-    detokeniser = IncrementalDetokeniser(tokenizer, skip_special_tokens=choice.skip_special_tokens)
-    finder = StopFinder(choice.stops)
-    made = 0
-    event: decode_pb2.GenerateEvent | None = first
-    while event is not None:
-        if event.HasField("tokens"):
-            tokens = event.tokens
-            _check_logprobs(choice, tokens, first=made == 0)
-            text = ""
-            stopped = False
-            used = 0
-            for token in tokens.token_ids:
-                used += 1
-                made += 1
-                if token in choice.stop_ids and made >= choice.sampling.min_tokens:
-                    continue  # it ends the text and is no part of it
-                shown, stopped = finder.push(detokeniser.push(token))
-                text += shown
-                if stopped:
-                    break
-            yield Piece(
-                choice.index,
-                text,
-                list(tokens.token_ids[:used]),
-                list(tokens.logprobs[:used]),
-                list(tokens.prompt_logprobs),
-                "stop" if stopped else None,
-            )
-            if stopped:
-                return
-        elif event.HasField("finished"):
-            shown, stopped = finder.push(detokeniser.finish())
+    text = _Text(choice, tokenizer)
+    piece = text.take(first)
+    if piece is not None:
+        yield piece
+    if not text.is_over:
+        async for event in events:
+            piece = text.take(event)
+            if piece is not None:
+                yield piece
+            if text.is_over:
+                break
+    if not text.is_over:
+        raise ServiceError(ErrorReason.INTERNAL, "the decode service ended its stream without a result")
+
+
+class _Text:
+    """A choice's text as its events come; `is_over` after a stop string or the last event."""
+
+    def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
+        self.is_over = False
+        self._choice = choice
+        self._detokeniser = IncrementalDetokeniser(tokenizer, skip_special_tokens=choice.skip_special_tokens)
+        self._finder = StopFinder(choice.stops)
+        self._made = 0
+        self._min_tokens = choice.sampling.min_tokens
+
+    def take(self, event: decode_pb2.GenerateEvent) -> Piece | None:
+        """The piece that the event is. Raises ServiceError when its log probabilities are not those asked for."""
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            return self._tokens(event.tokens)
+        if kind == "finished":
+            self.is_over = True
+            shown, stopped = self._finder.push(self._detokeniser.finish())
             reason = "stop" if stopped else _REASONS[event.finished.reason]
-            rest = "" if stopped else finder.finish()
-            yield Piece(choice.index, shown + rest, finish_reason=reason, cached_tokens=event.finished.cached_tokens)
-            return
-        event = None
-        with suppress(StopAsyncIteration):
-            event = await anext(events)
-    raise ServiceError(ErrorReason.INTERNAL, "the decode service ended its stream without a result")
+            rest = "" if stopped else self._finder.finish()
+            cached = event.finished.cached_tokens
+            return Piece(self._choice.index, shown + rest, finish_reason=reason, cached_tokens=cached)
+        return None
+
+    def _tokens(self, tokens: decode_pb2.Tokens) -> Piece:
+        choice = self._choice
+        _check_logprobs(choice, tokens, first=self._made == 0)
+        text = ""
+        stopped = False
+        token_ids: list[int] = []
+        for token in tokens.token_ids:
+            token_ids.append(token)
+            self._made += 1
+            if token in choice.stop_ids and self._made >= self._min_tokens:
+                continue  # it ends the text and is no part of it
+            shown, stopped = self._finder.push(self._detokeniser.push(token))
+            text += shown
+            if stopped:
+                break
+        self.is_over = stopped
+        return Piece(
+            choice.index,
+            text,
+            token_ids,
+            list(tokens.logprobs[: len(token_ids)]),
+            list(tokens.prompt_logprobs),
+            "stop" if stopped else None,
+        )
 
 
 def _check_logprobs(choice: Choice, tokens: decode_pb2.Tokens, *, first: bool) -> None:

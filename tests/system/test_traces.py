@@ -64,12 +64,14 @@ def collector() -> Iterator[Collector]:
 def traced(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Cluster:
     flags = ("--otlp-endpoint", collector.url)
     cluster = Cluster(checkpoint, tmp_path_factory.mktemp("traced"), flags, flags, flags, with_router=True).start()
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "look-for-me"}
-    body = {"prompt": "x" * 700, "max_tokens": 8, "ignore_eos": True}
-    assert httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
-    refused = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": "x", "frob": 1}, timeout=60)
-    assert refused.status_code == 400
-    assert cluster.stop() == [0, 0, 0]  # what waits to be sent is sent at the end
+    try:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "look-for-me"}
+        body = {"prompt": "x" * 700, "max_tokens": 8, "ignore_eos": True}
+        answered = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60)
+        refused = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": "x", "frob": 1}, timeout=60)
+    finally:
+        statuses = cluster.stop()  # what waits to be sent is sent at the end
+    assert (answered.status_code, refused.status_code, statuses) == (200, 400, [0, 0, 0])
     return cluster
 
 
