@@ -21,9 +21,10 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """A channel to "host:port" that tries again within a second after its peer went away."""
-    options = [
+def open_channel(address: str, tls: Tls | None = None, tls_name: str = "") -> grpc.aio.Channel:
+    """A channel to "host:port" that tries again within a second after its peer went away. `tls_name`: the name in the
+    peer's certificate, where it is not the host."""
+    options: list[tuple[str, int | str]] = [
         *_OPTIONS,
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
@@ -37,6 +38,8 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if tls is not None:
+        if tls_name:
+            options.append(("grpc.ssl_target_name_override", tls_name))
         return grpc.aio.secure_channel(address, tls.client(), options=options)
     return grpc.aio.insecure_channel(address, options=options)
 

@@ -39,8 +39,8 @@ def registration(role: str, router_port: int, **settings: str) -> Registration:
 
 
 @asynccontextmanager
-async def registry(router, port: int, lease_s: float) -> AsyncIterator[None]:
-    settings = RouterSettings(model=Path("/m"), registry_port=port, lease_s=lease_s)
+async def registry(router, port: int, lease_s: float, host: str = "") -> AsyncIterator[None]:
+    settings = RouterSettings(model=Path("/m"), registry_port=port, registry_host=host, lease_s=lease_s)
     server = await serve_registry(settings, router.state.workers)
     yield
     await server.close()
@@ -104,6 +104,45 @@ async def test_a_router_that_restarts_is_told_again(serve_router: ServeRouter):
     await joining.stop()
 
 
+async def test_a_name_that_stands_for_several_routers_is_followed(
+    serve_router: ServeRouter, monkeypatch: pytest.MonkeyPatch
+):
+    """A headless Service or scaled containers: one name, many routers, that come and go."""
+    monkeypatch.setattr("common.rpc.registration.RESOLVE_INTERVAL_S", 0.05)
+    port = free_port()
+    routers = [await serve_router([ScriptedWorker()], poll_interval_s=60) for _ in range(2)]
+    there: list[str] = []
+
+    async def resolve(host: str, asked: int) -> list[str]:
+        assert (host, asked) == ("routers.internal", port)
+        if not there:
+            raise socket.gaierror("no such name yet")
+        return there
+
+    def known(index: int) -> bool:
+        return any(w.address == joining.address for w in routers[index].state.workers.prefill)
+
+    joining = await ScriptedWorker().start()
+    settings = WorkerSettings(register_with=f"routers.internal:{port}")
+    mine = Registration(settings, new_incarnation("prefill"), resolve=resolve)
+    mine.start(joining.address)
+    async with registry(routers[0], port, 0.8, "127.0.0.1"), registry(routers[1], port, 0.8, "127.0.0.2"):
+        there = ["127.0.0.1"]
+        await eventually(lambda: known(0))
+        assert not known(1)
+        there = ["127.0.0.1", "127.0.0.2"]
+        await eventually(lambda: known(0) and known(1))
+        there = ["127.0.0.2"]
+        await eventually(lambda: not known(0), 5)
+        assert known(1)
+        there = []
+        await asyncio.sleep(1)
+        assert known(1)
+        await mine.close()
+        await eventually(lambda: not known(1), 5)
+    await joining.stop()
+
+
 async def test_another_process_at_the_same_address_starts_with_a_clean_breaker(serve_router: ServeRouter):
     port = free_port()
     router = await serve_router([ScriptedWorker()], poll_interval_s=60, breaker_failures=1)
@@ -120,7 +159,7 @@ async def test_another_process_at_the_same_address_starts_with_a_clean_breaker(s
             assert worker.breaker.state == "closed"
             worker.breaker.failed()
             assert not worker.can_take
-            for task in mine._tasks:
+            for task in [*mine._resolving, *mine._tasks.values()]:
                 task.cancel()  # it dies without a word
         await joining.stop()
 
