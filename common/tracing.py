@@ -16,6 +16,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from common.version import VERSION
 
 _NAME = "dsv4pd"
+# With all attempts: a service's end must not wait for a collector that is away.
+EXPORT_TIMEOUT_S = 2
 _W3C = TraceContextTextMapPropagator()
 REQUEST_ID = "request_id"
 
@@ -49,7 +51,7 @@ class Tracing:
 
         resource = Resource.create({"service.name": f"dsv4pd-{service}", "service.version": VERSION})
         self._provider = TracerProvider(resource=resource)
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         _current.tracer = self._provider.get_tracer(_NAME, VERSION)
 
