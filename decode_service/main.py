@@ -10,6 +10,7 @@ import structlog
 import torch
 
 from common.kernels.backend import open_backend
+from common.kv.footprint import Footprint
 from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
@@ -29,7 +30,6 @@ from common.tracing import Tracing
 from common.transfer.engine import EngineSettings, TransferEngine, TransferUnavailableError
 from common.transfer.landed_memory import LandedMemory
 from common.transfer.layout import HandoverLayout
-from common.transfer.ticket import ITEM_BYTES, RegionKind
 from decode_service.admin import PHASES, DecodeAdmin
 from decode_service.device_pools import DevicePools
 from decode_service.engine import DecodeEngine
@@ -141,14 +141,14 @@ async def serve(settings: DecodeSettings) -> None:
     landed = LandedMemory([*device.buffers(), *(staging.buffers.values() if staging is not None else ())])
     servicer = DecodeServicer(settings, config, layout, incarnation, engine, regions, landings, metrics, landed, tls)
     worker = secured(settings, SERVICES, tls, RequestScope({METHOD: GenerateSpans}, traced=tracing.enabled))
-    per_layer = {kind: ITEM_BYTES[kind] * sum(r.kind is kind for r in regions.items()) for kind in RegionKind}
+    footprint = Footprint.of(config.compress_ratios, hot)
     item_bytes = {
-        "host_c4": host.page_bytes,
-        "logical": per_layer[RegionKind.INDEX] + per_layer[RegionKind.C128],
-        "window": per_layer[RegionKind.WINDOW],
-        "state": sum(per_layer[k] for k in (RegionKind.STATE_C4, RegionKind.STATE_INDEX, RegionKind.STATE_C128)),
-        "hot": hisparse.slot_bytes,
-        "staging": staging.page_bytes if staging is not None else 0,
+        "host_c4": footprint.host_page,
+        "logical": footprint.logical_page,
+        "window": footprint.window_slot,
+        "state": footprint.state_slot,
+        "hot": footprint.hot_slot,
+        "staging": footprint.host_page if staging is not None else 0,
     }
     admin = DecodeAdmin(
         layout,

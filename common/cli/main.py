@@ -13,11 +13,13 @@ from typing import Annotated
 import typer
 
 from common.cli import admin, evaluate, keys
+from common.cli.plan import plan
 from common.cli.up import UpSettings, run_up
 from common.version import VERSION
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.add_typer(evaluate.app, name="eval")
+app.command()(plan)
 app.add_typer(admin.app, name="admin")
 app.add_typer(keys.app, name="keys")
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -14,6 +14,11 @@ from common.model.quantised_weight import FP4_GROUP, FP8_BLOCK
 from common.model.weight_names import WeightSpec, expected_weights
 
 _WIDTHS = {"bf16": 2, "fp32": 4, "int64": 8}
+# Matrices that ranks divide: by vocabulary, by head, by output group, by inner width.
+_DIVIDED = (
+    "embed.weight", "head.weight", "attn.wq_b.weight", "attn.wo_a.weight", "attn.wo_b.weight", "attn.attn_sink",
+    "indexer.wq_b.weight", "shared_experts.w1.weight", "shared_experts.w2.weight", "shared_experts.w3.weight",
+)  # fmt: skip
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int64": torch.int64}
 
 
@@ -80,6 +85,26 @@ def plan_model(config: ModelConfig, expert_format: Literal["fp4", "fp8"] = "fp4"
         host_bytes_per_token=c4 * C4_PAGE.page_bytes / LOGICAL_PAGE_TOKENS,
         device_bytes_per_token=(c4 * INDEX_PAGE.page_bytes + c128 * C128_PAGE.page_bytes) / LOGICAL_PAGE_TOKENS,
     )
+
+
+def rank_bytes(config: ModelConfig, ranks: int, expert_format: Literal["fp4", "fp8"] = "fp4") -> int:
+    """Weight bytes of the largest of `ranks` expert- and tensor-parallel ranks, as stored: routed experts, the
+    vocabulary, heads and the shared expert are divided (rounded up to a whole expert, head or row), everything else is
+    on every rank. Raises ValueError for fewer than one."""
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks")
+    total = 0
+    experts = -(-config.num_experts // ranks)
+    for name, spec in expected_weights(config).items():
+        size = stored_bytes(spec, expert_format)
+        if ".ffn.experts." in name:
+            index = int(name.split(".ffn.experts.")[1].split(".")[0])
+            total += size if index < experts else 0
+        elif name.endswith(_DIVIDED):
+            total += -(-size // min(ranks, spec.shape[0]))
+        else:
+            total += size
+    return total
 
 
 def _parameters(spec: WeightSpec) -> int:

@@ -12,9 +12,9 @@ from transformers import DeepseekV4Config
 
 from common.model.config import ConfigError, ModelConfig
 from common.model.plan import meta_weights, plan_model, stored_bytes
+from common.model.public_configs import FLASH, PRO
 from common.model.small_checkpoint import small_config
 from common.model.weight_names import WeightSpec, expected_weights
-from tests.support.public_configs import FLASH, PRO
 
 
 def test_flash_and_pro_parse_with_their_layer_plans():
