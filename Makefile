@@ -13,6 +13,7 @@ check:
 	.venv/bin/lint-imports
 	$(PYTHON) tools/gen_proto.py --check
 	$(PYTHON) tools/gen_configuration.py --check
+	$(PYTHON) tools/gen_metrics.py --check
 
 test:
 	$(PYTHON) -m pytest
@@ -25,3 +26,5 @@ proto:
 
 docs:
 	$(PYTHON) tools/gen_configuration.py
+	$(PYTHON) tools/gen_metrics.py
+	.venv/bin/mkdocs build --strict -d build/site
