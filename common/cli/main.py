@@ -12,13 +12,14 @@ from typing import Annotated
 
 import typer
 
-from common.cli import admin, evaluate, keys
+from common.cli import admin, bench, evaluate, keys
 from common.cli.plan import plan
 from common.cli.up import UpSettings, run_up
 from common.version import VERSION
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(bench.app, name="bench")
 app.command()(plan)
 app.add_typer(admin.app, name="admin")
 app.add_typer(keys.app, name="keys")

@@ -1,0 +1,1 @@
+"""Load on a running system: arrivals, measurement, percentiles, figures."""
