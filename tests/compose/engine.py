@@ -1,0 +1,192 @@
+"""A docker engine of our own for one test run, where no registry can be reached: its data, socket and process id lie
+in one folder, and the base image is made by debootstrap."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+BASE_IMAGE = "debian:bookworm-slim"
+NEEDED = {"dockerd": "docker.io", "docker-compose": "docker-compose", "debootstrap": "debootstrap"}
+# What the image installs anyway, so that the build need not fetch it again.
+BASE_PACKAGES = "ca-certificates,python3,libibverbs1,librdmacm1,libnuma1,libcurl4"
+OUR_PROGRAMS = (b"dockerd", b"containerd", b"containerd-shim-runc-v2")
+START_S = 60
+STOP_S = 60
+
+
+class EngineUnavailable(RuntimeError):
+    """No engine can be started here; the message says why."""
+
+
+class Engine:
+    """`start` and `stop`; between them `docker` and `compose` run commands against this engine alone."""
+
+    def __init__(self) -> None:
+        # Not pytest's folder: sockets in it must have short names.
+        self.folder = Path(tempfile.mkdtemp(prefix="dsv4-engine-", dir="/tmp"))
+        self.socket = f"unix://{self.folder}/docker.sock"
+        self._log = self.folder / "dockerd.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Raises EngineUnavailable."""
+        _install_missing()
+        command = ["dockerd", "-H", self.socket]
+        for flag, name in (("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "docker.pid")):
+            command += [flag, str(self.folder / name)]
+        with self._log.open("wb") as log:
+            # A session of its own: Ctrl-C is for the test, which then stops it in order.
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=_environment(), start_new_session=True
+            )
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self._process.poll() is None:
+            if subprocess.run(["docker", "-H", self.socket, "info"], capture_output=True, check=False).returncode == 0:
+                return
+            time.sleep(0.3)
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
+        self.stop()
+        raise EngineUnavailable(f"dockerd did not come up:\n{tail}")
+
+    def stop(self) -> None:
+        """Ends the daemon, which ends its containerd; the folder goes. Raises AssertionError if something is left."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        end = time.monotonic() + STOP_S
+        while (left := self._processes()) and time.monotonic() < end:
+            time.sleep(0.2)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        for mount in reversed(Path("/proc/mounts").read_text().splitlines()):
+            point = mount.split(" ")[1]
+            if point.startswith(f"{self.folder}/"):
+                subprocess.run(["umount", "-l", point], check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        assert not left, f"processes of the engine were left after {STOP_S} s: {left}"
+
+    def _processes(self) -> list[int]:
+        """Those whose command line names our folder: dockerd, containerd and its shims."""
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            program = words[0].rpartition(b"/")[2]
+            if program in OUR_PROGRAMS and any(bytes(self.folder) in word for word in words):
+                found.append(int(entry.name))
+        return found
+
+    def docker(self, *words: str, timeout_s: float = 120) -> str:
+        """Standard output; raises AssertionError with both outputs when the command fails."""
+        return _run(["docker", "-H", self.socket, *words], timeout_s, None, None)
+
+    def import_base(self) -> None:
+        """Makes Debian 12 from the package source that this machine uses, under the tag that the Dockerfile names."""
+        root = self.folder / "base"
+        _run(
+            ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", "bookworm", str(root), _debian_mirror()],
+            400,
+            None,
+            None,
+        )
+        for kept in ("var/cache/apt/archives", "var/lib/apt/lists"):
+            shutil.rmtree(root / kept)
+            (root / kept / "partial").mkdir(parents=True)
+        packed = subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE)
+        subprocess.run(
+            ["docker", "-H", self.socket, "import", "-", BASE_IMAGE],
+            stdin=packed.stdout,
+            check=True,
+            capture_output=True,
+        )
+        assert packed.wait() == 0
+        shutil.rmtree(root)
+
+
+class Project:
+    """The compose project of one folder on one engine."""
+
+    def __init__(self, engine: Engine, folder: Path, environment: dict[str, str]) -> None:
+        self._engine, self._folder = engine, folder
+        # Without DOCKER_HOST of the caller, and with the classic builder, which needs no further image.
+        self._environment = {**os.environ, "DOCKER_HOST": engine.socket, "DOCKER_BUILDKIT": "0", **environment}
+
+    def compose(self, *words: str, timeout_s: float = 120) -> str:
+        """Standard output; raises AssertionError with both outputs when the command fails."""
+        return _run(["docker-compose", *words], timeout_s, self._folder, self._environment)
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the service's containers, running or not."""
+        return self.compose("ps", "-q", service).split()
+
+    def state(self, container: str, template: str) -> Any:
+        return self._engine.docker("inspect", "-f", template, container).strip()
+
+
+def _run(command: list[str], timeout_s: float, folder: Path | None, environment: dict[str, str] | None) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment or _environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(command)}: status {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    )
+    return done.stdout
+
+
+def _install_missing() -> None:
+    missing = [package for program, package in NEEDED.items() if shutil.which(program, path=_path()) is None]
+    if os.geteuid() != 0:
+        raise EngineUnavailable("starting dockerd needs root")
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        raise EngineUnavailable(f"these are missing and there is no apt-get: {missing}")
+    # RUNLEVEL 1: the package must not start a daemon of its own.
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    for words in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
+        done = subprocess.run(
+            ["apt-get", "-qq", *words], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if done.returncode != 0:
+            raise EngineUnavailable(f"apt-get {' '.join(words)} failed: {done.stderr[-1000:]}")
+
+
+def _path() -> str:
+    """Also where administrators' programs are, which a user's PATH may lack."""
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _path()}
+
+
+def _debian_mirror() -> str:
+    """The first Debian archive among this machine's package sources."""
+    folder = Path("/etc/apt")
+    for file in [folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))]:
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            for word in line.split() if not line.startswith("#") else []:
+                if word.startswith("http") and word.rstrip("/").endswith("/debian"):
+                    return word
+    return "http://deb.debian.org/debian"
