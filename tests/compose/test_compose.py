@@ -151,7 +151,7 @@ def test_the_image_is_locked_down(system: System):
     tools = "for t in gcc cc g++ make ld pip pip3 git; do command -v $t; done; python -c 'import pip' 2>&1; true"
     assert system.engine.docker(*run, "sh", IMAGE, "-c", tools).strip().endswith("No module named 'pip'")
     assert "/gcc" not in system.engine.docker(*run, "sh", IMAGE, "-c", "command -v gcc || true")
-    sbom = json.loads(system.engine.docker(*run, "cat", IMAGE, "/opt/dsv4pd/sbom.cdx.json"))
+    sbom = json.loads(system.engine.docker(*run, "cat", IMAGE, "/opt/dsv4-pd/sbom.cdx.json"))
     assert sbom["bomFormat"] == "CycloneDX"
     assert {"torch", "grpcio", "mooncake-transfer-engine-non-cuda"} <= {c["name"] for c in sbom["components"]}
     size = int(system.engine.docker("image", "inspect", "-f", "{{.Size}}", IMAGE))
@@ -159,7 +159,7 @@ def test_the_image_is_locked_down(system: System):
     assert size < SIZE_LIMIT_BYTES
     container = system.project.containers("prefill")[0]
     with pytest.raises(AssertionError, match="Read-only file system"):
-        system.engine.docker("exec", container, "touch", "/opt/dsv4pd/x")
+        system.engine.docker("exec", container, "touch", "/opt/dsv4-pd/x")
 
 
 def test_recall_through_the_containers(system: System):
