@@ -28,3 +28,22 @@ def test_guidellm_counts_every_request_as_successful(cluster: Cluster, tmp_path:
     (benchmark,) = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"], totals["incomplete"]) == (REQUESTS, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_aiperf_finishes_without_an_error(cluster: Cluster, tmp_path: Path, kind: str):
+    bin_directory = client_environment("aiperf", ["aiperf==0.13.0"])
+    run_client(
+        [
+            bin_directory / "aiperf", "profile", "-m", "dsv4-nano", "--url", cluster.url, "--endpoint-type", kind,
+            "--streaming", "--tokenizer", NANO, "--request-count", str(REQUESTS), "--concurrency", "2",
+            "--synthetic-input-tokens-mean", "100", "--output-tokens-mean", "10", "--ui", "none",
+            "--artifact-dir", tmp_path / "out",
+        ],
+        tmp_path,
+        # Offline it takes a tokenizer's folder for a name on the hub.
+        HF_HUB_OFFLINE="",
+    )  # fmt: skip
+    report = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text(encoding="utf-8"))
+    assert report["request_count"]["avg"] == REQUESTS
+    assert not report.get("error_request_count")
