@@ -17,6 +17,7 @@ NEEDED = {"dockerd": "docker.io", "docker-compose": "docker-compose", "debootstr
 # What the image installs anyway, so that the build need not fetch it again.
 BASE_PACKAGES = "ca-certificates,python3,libibverbs1,librdmacm1,libnuma1,libcurl4"
 OUR_PROGRAMS = (b"dockerd", b"containerd", b"containerd-shim-runc-v2")
+BRIDGE = Path("/sys/class/net/docker0")
 START_S = 60
 STOP_S = 60
 
@@ -26,7 +27,7 @@ class EngineUnavailable(RuntimeError):
 
 
 class Engine:
-    """`start` and `stop`; between them `docker` and `compose` run commands against this engine alone."""
+    """`start`, and `stop` even when that failed; between them `docker` and `compose` run commands against this engine alone."""
 
     def __init__(self) -> None:
         # Not pytest's folder: sockets in it must have short names.
@@ -34,10 +35,16 @@ class Engine:
         self.socket = f"unix://{self.folder}/docker.sock"
         self._log = self.folder / "dockerd.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._firewall = b""
+        self._had_bridge = BRIDGE.exists()
 
     def start(self) -> None:
         """Raises EngineUnavailable."""
         _install_missing()
+        if others := _other_daemons():
+            # Two daemons overwrite each other's firewall rules, whatever folders they have.
+            raise EngineUnavailable(f"another dockerd runs here: {others}")
+        self._firewall = subprocess.run(["iptables-save"], capture_output=True, env=_environment(), check=False).stdout
         command = ["dockerd", "-H", self.socket]
         for flag, name in (("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "docker.pid")):
             command += [flag, str(self.folder / name)]
@@ -52,11 +59,13 @@ class Engine:
                 return
             time.sleep(0.3)
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
-        self.stop()
         raise EngineUnavailable(f"dockerd did not come up:\n{tail}")
 
     def stop(self) -> None:
-        """Ends the daemon, which ends its containerd; the folder goes. Raises AssertionError if something is left."""
+        """Ends the daemon, which ends its containerd; folder, bridge and firewall rules go. May be called in any state.
+
+        Raises AssertionError if a process had to be killed.
+        """
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -74,7 +83,15 @@ class Engine:
             if point.startswith(f"{self.folder}/"):
                 subprocess.run(["umount", "-l", point], check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._restore_network()
         assert not left, f"processes of the engine were left after {STOP_S} s: {left}"
+
+    def _restore_network(self) -> None:
+        if self._process is None:
+            return
+        if BRIDGE.exists() and not self._had_bridge:
+            subprocess.run(["ip", "link", "delete", BRIDGE.name], env=_environment(), check=False)
+        subprocess.run(["iptables-restore"], input=self._firewall, env=_environment(), check=False)
 
     def _processes(self) -> list[int]:
         """Those whose command line names our folder: dockerd, containerd and its shims."""
@@ -170,6 +187,18 @@ def _install_missing() -> None:
         )
         if done.returncode != 0:
             raise EngineUnavailable(f"apt-get {' '.join(words)} failed: {done.stderr[-1000:]}")
+
+
+def _other_daemons() -> list[int]:
+    return [int(file.parent.name) for file in Path("/proc").glob("[0-9]*/comm") if _text_of(file) == "dockerd"]
+
+
+def _text_of(file: Path) -> str:
+    """Of a file of a process, which may be over by now."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _path() -> str:

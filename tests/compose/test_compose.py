@@ -89,6 +89,7 @@ def engine() -> Iterator[Engine]:
     try:
         made.start()
     except EngineUnavailable as error:
+        made.stop()
         if os.environ.get("DSV4PD_ALLOW_NO_DOCKER") == "1":
             pytest.skip(f"no docker engine can be started here: {error}")
         pytest.fail(f"no docker engine can be started here (DSV4PD_ALLOW_NO_DOCKER=1 allows to skip): {error}")
