@@ -76,7 +76,7 @@ def test_what_was_sent_before_a_stop_never_reaches_the_next_owner_of_the_pages(
     with ThreadPoolExecutor(1) as threads:
         victim = threads.submit(pair.generate_from, near.address, "victim", prompt(VICTIM, 3), OUTPUT)
         pair.wait_phase(pair.decode, "running")
-        hosts.heal("prefill")
+        hosts.heal()
         pair.prefill.signal(signal.SIGCONT)
         assert victim.result(60) == expected
     pair.wait_idle(10)

@@ -53,7 +53,7 @@ def cluster(hosts: Hosts, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(autouse=True)
 def _healed(hosts: Hosts) -> Iterator[None]:
     yield
-    hosts.heal("prefill")
+    hosts.heal()
 
 
 def wait_until_served(cluster: Cluster, model: DeepSeekV4Model, timeout_s: float = 20.0) -> None:
@@ -113,7 +113,7 @@ def test_a_cut_link_is_a_bounded_error_and_heals(
     with pytest.raises(grpc.RpcError):
         cluster.generate(f"dark-{to_it}-{from_it}", prompt(50), 8)
     assert time.monotonic() - begun < BOUND_S
-    hosts.heal("prefill")
+    hosts.heal()
     wait_until_served(cluster, model)
     cluster.prefill.wait_idle(40)
     cluster.decode.wait_idle(5)
