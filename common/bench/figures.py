@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def draw(runs: Mapping[str, dict[str, Any]], target: Path) -> None:
     for axis, (key, title) in zip(axes, SERIES, strict=False):
         for name, run in runs.items():
             levels = [point["level"] for point in run["points"]]
-            median, tail = ([point[key][p] for point in run["points"]] for p in ("p50", "p99"))
+            median, tail = ([_number(point[key][p]) for point in run["points"]] for p in ("p50", "p99"))
             (line,) = axis.plot(levels, median, marker="o", label=f"{name} p50")
             axis.plot(levels, tail, "--", color=line.get_color(), label=f"{name} p99")
         axis.set_title(title)
@@ -61,3 +62,8 @@ def draw(runs: Mapping[str, dict[str, Any]], target: Path) -> None:
         axis.legend(fontsize="small")
     figure.savefig(target, dpi=120)
     plots.close(figure)
+
+
+def _number(saved: float | None) -> float:
+    """A saved percentile; a gap in the line where there was nothing to take it of."""
+    return math.nan if saved is None else saved

@@ -13,16 +13,18 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Objective:
-    """Milliseconds that a request's first text and its mean gap may take; 0 = any."""
+    """Milliseconds that a request's first text, its mean gap and the whole of it may take; 0 = any."""
 
     ttft_ms: float = 0.0
     gap_ms: float = 0.0
+    total_ms: float = 0.0
 
     def met(self, sample: Sample) -> bool:
         if sample.error:
             return False
         mean_gap = sum(sample.gaps_s) / len(sample.gaps_s) if sample.gaps_s else 0.0
         in_time = not self.ttft_ms or sample.ttft_s * 1e3 <= self.ttft_ms
+        in_time = in_time and (not self.total_ms or sample.total_s * 1e3 <= self.total_ms)
         return in_time and (not self.gap_ms or mean_gap * 1e3 <= self.gap_ms)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -37,6 +39,7 @@ def run_command(
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 32,
     slo_ttft_ms: Annotated[float, typer.Option(min=0, help="first text within this is good; 0 = any")] = 0,
     slo_gap_ms: Annotated[float, typer.Option(min=0, help="mean gap within this is good; 0 = any")] = 0,
+    slo_total_ms: Annotated[float, typer.Option(min=0, help="a whole request within this is good; 0 = any")] = 0,
     watch: Annotated[str, typer.Option(help="decode workers' metrics, http://host:port, comma separated")] = "",
     seed: Annotated[int, typer.Option(help="which prompts and arrivals")] = 0,
     save: Annotated[Path | None, typer.Option("--json", help="save everything measured here")] = None,
@@ -48,7 +51,7 @@ def run_command(
     levels += [Load("closed", level, requests, seed) for level in concurrency or ([] if rate else [1])]
     if any(load.level <= 0 for load in levels):
         raise typer.BadParameter("rates and numbers at a time must be above 0")
-    objective = Objective(slo_ttft_ms, slo_gap_ms)
+    objective = Objective(slo_ttft_ms, slo_gap_ms, slo_total_ms)
     workers = [part.strip().rstrip("/") for part in watch.split(",") if part.strip()]
     try:
         summaries, occupancy = asyncio.run(_measure(url, levels, prompt_tokens, max_tokens, seed, objective, workers))
@@ -60,15 +63,23 @@ def run_command(
         "prompt_tokens": prompt_tokens,
         "max_tokens": max_tokens,
         "objective": asdict(objective),
-        "points": [asdict(summary) for summary in summaries],
+        "points": [_without_nan(asdict(summary)) for summary in summaries],
         "occupancy": occupancy,
     }
     if save is not None:
-        save.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+        save.write_text(json.dumps(saved, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if figure is not None:
         _draw({save.stem if save else "run": json.loads(json.dumps(saved))}, figure)
     if any(summary.failed for summary in summaries):
         raise typer.Exit(1)
+
+
+def _without_nan(point: dict[str, Any]) -> dict[str, Any]:
+    """Percentiles of nothing as null: JSON has no NaN."""
+    return {
+        key: {name: None if math.isnan(ms) else ms for name, ms in value.items()} if isinstance(value, dict) else value
+        for key, value in point.items()
+    }
 
 
 @app.command("compare")
@@ -105,6 +116,8 @@ async def _measure(
     watching = asyncio.create_task(watch_metrics(workers, WATCH_INTERVAL_S, occupancy)) if workers else None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     summaries: list[Summary] = []
+    # Drawn for all levels together: a prompt that an earlier level sent could be answered from a cache.
+    bodies = iter(make_bodies(sum(load.requests for load in levels), prompt_tokens, max_tokens, seed))
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for load in levels:
             what = f"{load.level:g}/s" if load.kind == "open" else f"{load.level:g} at a time"
@@ -113,8 +126,7 @@ async def _measure(
             def on_sample(sample: Sample, task: Any = task) -> None:
                 progress.update(task, advance=1)
 
-            bodies = make_bodies(load.requests, prompt_tokens, max_tokens, seed)
-            samples = await run_load(url, load, bodies, headers, on_sample)
+            samples = await run_load(url, load, list(itertools.islice(bodies, load.requests)), headers, on_sample)
             summaries.append(summarise(load, samples, objective))
     if watching is not None:
         watching.cancel()
@@ -123,7 +135,7 @@ async def _measure(
 
 
 def make_bodies(count: int, prompt_tokens: int, max_tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts of random token ids that every vocabulary has; each differs from all others from its first token on."""
+    """Prompts of random token ids that every vocabulary has."""
     rng = random.Random(seed)  # noqa: S311 - prompts, not secrets
     return [
         {

@@ -1,10 +1,12 @@
 """Load, percentiles and figures: by arithmetic, and against a served router with scripted workers."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from common.bench.load import Load, Sample, pool_pages, run_load
@@ -77,6 +79,45 @@ async def test_a_load_is_measured_request_by_request(serve_router: ServeRouter):
     assert good.error == ""
     (gone,) = await run_load("http://127.0.0.1:9", Load("closed", 1, 1), make_bodies(1, 5, 2, 0), {}, seen.append)
     assert "Connect" in gone.error
+
+
+async def bench_run(*flags: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["bench", "run", *flags])
+
+
+async def test_a_run_is_saved_and_no_prompt_is_sent_twice(serve_router: ServeRouter, tmp_path: Path):  # noqa: F811
+    worker = ScriptedWorker()
+    router = await serve_router([worker])
+    flags = ["--url", router.url, "--requests", "3", "--prompt-tokens", "20", "--max-tokens", "4"]
+    done = await bench_run(*flags, "--concurrency", "1", "--concurrency", "2", "--json", str(tmp_path / "run.json"))
+    assert done.exit_code == 0, done.output
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [(point["kind"], point["level"], point["failed"]) for point in run["points"]] == [
+        ("closed", 1, 0),
+        ("closed", 2, 0),
+    ]
+    assert all(point["total_ms"]["p99"] > 0 and point["good_share"] == 1 for point in run["points"])
+    assert len({tuple(request.token_ids) for request in worker.requests}) == 6
+    strict = await bench_run(*flags, "--slo-total-ms", "0.0001", "--json", str(tmp_path / "strict.json"))
+    assert strict.exit_code == 0, strict.output
+    assert json.loads((tmp_path / "strict.json").read_text())["points"][0]["good_share"] == 0
+
+
+async def test_a_run_in_which_all_failed_is_saved_as_strict_json(serve_router: ServeRouter, tmp_path: Path):  # noqa: F811
+    pytest.importorskip("matplotlib")
+    router = await serve_router([ScriptedWorker()])
+    target, figure = tmp_path / "run.json", tmp_path / "run.png"
+    done = await bench_run(
+        "--url", router.url, "--requests", "2", "--max-tokens", "99999999", "--json", str(target), "--figure", str(figure)
+    )  # fmt: skip
+    assert done.exit_code == 1, done.output
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    (point,) = json.loads(target.read_text(), parse_constant=refuse)["points"]
+    assert (point["failed"], point["ttft_ms"]["p50"], point["goodput_per_s"]) == (2, None, 0)
+    assert figure.read_bytes()[:4] == b"\x89PNG"
 
 
 def saved(path: Path, factor: float) -> Path:
