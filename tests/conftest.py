@@ -1,9 +1,15 @@
 """What tests of several folders share."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Triton decides when it is first imported whether its kernels are compiled or interpreted, and any module may import
+# it first (transformers' does): so here, before any test module.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from common.model.checkpoint import load_weights
 from common.model.config import ModelConfig

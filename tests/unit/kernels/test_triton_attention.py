@@ -1,15 +1,12 @@
 """Triton's decode attention and index scores against their definition: interpreted on the CPU, compiled on a GPU."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from common.kernels.attention import PackedRows, TorchDecodeAttention
 from common.kernels.cpu import cpu_kernels
