@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class BatchTables:
 
     @classmethod
     def of(cls, resources: list[RequestResources], device: torch.device = CPU) -> BatchTables:
-        def table(lists: list[tuple[int, ...]]) -> Tensor:
+        def table(lists: list[Sequence[int]]) -> Tensor:
             width = max(1, *(len(pages) for pages in lists)) if lists else 1
             return torch.tensor(
                 [[*pages, *([-1] * (width - len(pages)))] for pages in lists], dtype=torch.int64, device=device

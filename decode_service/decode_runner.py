@@ -118,7 +118,7 @@ class FixedRunner:
         def one(target: Tensor, values: list[int], fill: int) -> None:
             target.copy_(torch.tensor(values + [fill] * (rows - len(values))))
 
-        def pages(target: Tensor, lists: list[tuple[int, ...]]) -> None:
+        def pages(target: Tensor, lists: list[Sequence[int]]) -> None:
             filled = torch.full((rows, self._most_pages), -1, dtype=torch.int64)
             for row, ids in enumerate(lists):
                 filled[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
