@@ -225,10 +225,24 @@ class PrefillPeer:
         return True
 
     async def _verify(self, check: HandoverCheck, digests: Iterable[prefill_pb2.RangeDigest]) -> None:
-        ranges = [LandedRange(d.layer_id, RegionKind(d.kind), d.first, d.count, d.digest) for d in digests]
+        ranges = [self._landed(digest) for digest in digests]
         begun = time.monotonic()
         await asyncio.to_thread(check.add, ranges)
         self._metrics.digest_seconds.inc(time.monotonic() - begun)
+
+    def _landed(self, digest: prefill_pb2.RangeDigest) -> LandedRange:
+        """Raises ServiceError for a component that this build does not know: leaving it out would be silent."""
+        try:
+            kind = RegionKind(digest.kind)
+        except ValueError:
+            raise ServiceError(
+                ErrorReason.TRANSFER_FAILED,
+                f"prefill {self.address} sent a component of unknown kind {digest.kind} of layer {digest.layer_id}",
+                field="kind",
+                ours=", ".join(f"{known.value} {known.name}" for known in RegionKind),
+                theirs=digest.kind,
+            ) from None
+        return LandedRange(digest.layer_id, kind, digest.first, digest.count, digest.digest)
 
     def _message(self, request: DecodeRequest, ticket: TransferTicket, incarnation: str) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(

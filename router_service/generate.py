@@ -184,14 +184,15 @@ class _Text:
         self._min_tokens = choice.sampling.min_tokens
 
     def take(self, event: decode_pb2.GenerateEvent) -> Piece | None:
-        """The piece that the event is. Raises ServiceError when its log probabilities are not those asked for."""
+        """The piece that the event is. Raises ServiceError when its log probabilities are not those asked for, or its
+        finish reason is unknown."""
         kind = event.WhichOneof("event")
         if kind == "tokens":
             return self._tokens(event.tokens)
         if kind == "finished":
             self.is_over = True
             shown, stopped = self._finder.push(self._detokeniser.finish())
-            reason = "stop" if stopped else _REASONS[event.finished.reason]
+            reason = "stop" if stopped else _finish_reason(event.finished)
             rest = "" if stopped else self._finder.finish()
             cached = event.finished.cached_tokens
             return Piece(self._choice.index, shown + rest, finish_reason=reason, cached_tokens=cached)
@@ -221,6 +222,20 @@ class _Text:
             list(tokens.prompt_logprobs),
             "stop" if stopped else None,
         )
+
+
+def _finish_reason(finished: decode_pb2.Finished) -> str:
+    """In OpenAI's words. Raises ServiceError for one that this build does not know."""
+    reason = _REASONS.get(finished.reason)
+    if reason is None:
+        raise ServiceError(
+            ErrorReason.INTERNAL,
+            f"the decode service ended with the unknown finish reason {finished.reason}",
+            field="finish_reason",
+            ours=", ".join(_REASONS.values()),
+            theirs=finished.reason,
+        )
+    return reason
 
 
 def _check_logprobs(choice: Choice, tokens: decode_pb2.Tokens, *, first: bool) -> None:

@@ -33,6 +33,8 @@ _CODES: dict[ErrorReason, int] = {
     ErrorReason.DECODE_UNAVAILABLE: code_pb2.UNAVAILABLE,
 }
 
+_KNOWN = frozenset(reason.value for reason in ErrorReason)
+
 
 def to_status(error: ServiceError) -> grpc.Status:
     """The status with an ErrorDetail among its details."""
@@ -67,15 +69,22 @@ def from_rpc_error(error: grpc.aio.AioRpcError, unavailable: ErrorReason) -> Ser
             for packed in status.details:
                 detail = common_pb2.ErrorDetail()
                 if packed.Unpack(detail):
+                    known = detail.reason in _KNOWN
+                    newer = f" (reason {detail.reason}, which this build does not know)"
                     return ServiceError(
-                        ErrorReason(detail.reason) if detail.reason else ErrorReason.INTERNAL,
-                        detail.message,
+                        ErrorReason(detail.reason) if known else _reason_of(error.code(), unavailable),
+                        detail.message if known or not detail.reason else detail.message + newer,
                         field=detail.field,
                         ours=detail.ours,
                         theirs=detail.theirs,
                         retry_after_s=detail.retry_after_s,
                         not_begun=detail.not_begun,
                     )
+    return ServiceError(_reason_of(error.code(), unavailable), f"{error.code().name}: {error.details()}")
+
+
+def _reason_of(code: grpc.StatusCode, unavailable: ErrorReason) -> ErrorReason:
+    """Of a bare status code."""
     reasons = {
         grpc.StatusCode.UNAVAILABLE: unavailable,
         grpc.StatusCode.CANCELLED: ErrorReason.CANCELLED,
@@ -84,5 +93,4 @@ def from_rpc_error(error: grpc.aio.AioRpcError, unavailable: ErrorReason) -> Ser
         grpc.StatusCode.NOT_FOUND: ErrorReason.NOT_FOUND,
         grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorReason.QUEUE_FULL,
     }
-    reason = reasons.get(error.code(), ErrorReason.INTERNAL)
-    return ServiceError(reason, f"{error.code().name}: {error.details()}")
+    return reasons.get(code, ErrorReason.INTERNAL)

@@ -294,6 +294,28 @@ async def test_an_incomplete_handover_fails(events: Callable[[Receiver], list], 
     await fake.server.stop(0)
 
 
+@pytest.mark.parametrize("kind", [0, 8, 99])
+@pytest.mark.parametrize("event", ["pages_sent", "done"])
+async def test_an_unknown_component_fails_the_handover_by_its_number(kind: int, event: str):
+    """A newer prefill may send a kind that this build does not know; to skip it would decode from stale rows."""
+    receiver = Receiver()
+    stranger = prefill_pb2.RangeDigest(layer_id=1, first=0, count=1)
+    stranger.kind = kind  # type: ignore[assignment]
+    sent = receiver.done()
+    if event == "done":
+        sent.done.digests.append(stranger)
+    else:
+        sent = prefill_pb2.PrefillEvent(key=sent.key, pages_sent=prefill_pb2.PagesSent(digests=[stranger]))
+    fake = FakePrefill(lambda _: [sent])
+    peer = make_peer(await fake.start())
+    with pytest.raises(ServiceError, match=f"kind {kind} of layer 1") as raised:
+        await peer.run(receiver.request, receiver.ticket)
+    assert raised.value.reason is ErrorReason.TRANSFER_FAILED
+    assert (raised.value.field, raised.value.theirs) == ("kind", str(kind))
+    await peer.close()
+    await fake.server.stop(0)
+
+
 async def test_a_byte_that_changed_on_the_way_fails_the_handover():
     receiver = Receiver()
     sent = receiver.done()

@@ -57,6 +57,14 @@ async def test_an_error_before_the_first_token_decides_the_status_line(
     assert await router.metric(f'dsv4pd_router_failures_total{{reason="{reason.name.lower()}"}}') == 1
 
 
+@pytest.mark.parametrize("reason", [decode_pb2.FINISH_REASON_UNSPECIFIED, 42])
+async def test_a_finish_reason_that_the_router_does_not_know_is_a_typed_error(serve_router: ServeRouter, reason: int):
+    router = await serve_router([ScriptedWorker(saying("abc", reason=reason))])
+    answer = await router.post(prompt="x")
+    assert answer.status_code == 500
+    assert f"finish reason {reason}" in answer.json()["error"]["message"]
+
+
 async def test_an_error_after_the_first_token_is_one_event_and_the_end(serve_router: ServeRouter):
     error = ServiceError(ErrorReason.TRANSFER_FAILED, "gone")
     router = await serve_router([ScriptedWorker(failing(error, (reserved(), tokens([70]))))])

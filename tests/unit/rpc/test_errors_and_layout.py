@@ -5,6 +5,7 @@ import dataclasses
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import status_pb2
 
 from common.errors import ErrorReason, ServiceError
 from common.model.config import ModelConfig
@@ -34,6 +35,24 @@ def test_an_error_survives_its_status(reason: ErrorReason):
     )
     for name in ("reason", "message", "field", "ours", "theirs", "retry_after_s"):
         assert getattr(received, name) == getattr(sent, name)
+
+
+def test_a_reason_that_only_a_newer_peer_knows_falls_back_on_the_status_code():
+    status = to_status(ServiceError(ErrorReason.QUEUE_FULL, "what happened", retry_after_s=0.5))
+    ((key, value),) = status.trailing_metadata
+    details = status_pb2.Status.FromString(value)
+    detail = common_pb2.ErrorDetail(message="what happened", retry_after_s=0.5)
+    detail.reason = 4242  # type: ignore[assignment]
+    details.details[0].Pack(detail)
+    received = from_rpc_error(
+        grpc.aio.AioRpcError(
+            status.code, grpc.aio.Metadata(), grpc.aio.Metadata((key, details.SerializeToString())), status.details
+        ),
+        ErrorReason.PREFILL_UNAVAILABLE,
+    )
+    assert received.reason is ErrorReason.QUEUE_FULL
+    assert received.message == "what happened (reason 4242, which this build does not know)"
+    assert received.retry_after_s == 0.5
 
 
 def test_an_unreachable_peer_is_what_the_caller_says_it_is():
