@@ -94,6 +94,17 @@ def test_stopping_rules(cluster: Cluster, references: dict[int, list[int]]):
     cluster.wait_idle(2)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 63, 64, 127, 128, 129])
+def test_a_short_prompt_ends_at_its_stop_token(cluster: Cluster, references: dict[int, list[int]], length: int):
+    """Below 4 tokens there is no C4 entry yet, below 128 no C128 entry: a greeting must not become a novel."""
+    text = references[length]
+    stop = text[4]
+    stopped = cluster.generate(f"short {length}", prompt(length), max_tokens=100, stop_token_ids=[stop])
+    assert stopped.tokens == text[: text.index(stop) + 1]
+    assert stopped.finished.reason == decode_pb2.FINISH_REASON_STOP
+    assert stopped.finished.completion_tokens == len(stopped.tokens)
+
+
 def status_of(cluster: Cluster, **fields: object) -> tuple[grpc.StatusCode, str]:
     with grpc.insecure_channel(cluster.decode.address) as channel:
         values = {"request_id": "x", "prefill_address": cluster.prefill.address, "token_ids": [5]} | fields

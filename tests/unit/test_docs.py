@@ -1,5 +1,6 @@
 """The documentation builds, and every link in it leads somewhere."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -44,3 +45,40 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert f": {page.name}" in navigation, page.name
+
+
+BUG_CLASSES = 26
+
+
+def bug_class_tests(page: str) -> dict[int, list[str]]:
+    """Number to the tests that the table names for it."""
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", page, re.MULTILINE)
+    assert len({number for number, _ in rows}) == len(rows), "a number has two rows"
+    return {int(number): re.findall(r"`([\w/]+\.py::\w+)`", cells) for number, cells in rows}
+
+
+def missing_tests(named: list[str]) -> list[str]:
+    """Those of `path::name` that are no test function of that file."""
+    found: list[str] = []
+    for test in named:
+        path, _, name = test.partition("::")
+        file = ROOT / "tests" / path
+        tree = ast.parse(file.read_text()) if file.exists() else ast.Module([], [])
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        if name not in functions or not name.startswith("test_"):
+            found.append(test)
+    return found
+
+
+def test_every_bug_class_names_tests_that_exist():
+    tests = bug_class_tests((ROOT / "docs" / "bug_classes.md").read_text())
+    assert sorted(tests) == list(range(1, BUG_CLASSES + 1))
+    assert [number for number, named in tests.items() if not named] == []
+    assert missing_tests([test for named in tests.values() for test in named]) == []
+
+
+@pytest.mark.parametrize(
+    "named", ["unit/test_docs.py::test_nothing", "unit/test_nowhere.py::test_x", "unit/test_docs.py::bug_class_tests"]
+)
+def test_a_test_that_does_not_exist_is_noticed(named: str):
+    assert missing_tests([named]) == [named]

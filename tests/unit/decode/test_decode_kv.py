@@ -143,7 +143,7 @@ def test_a_batch_of_unequal_lengths_over_page_borders(hot_entries: int):
     assert (counters.misses > 0) == (hot_entries < 129)
 
 
-@pytest.mark.parametrize("length", [4 * D + rest for rest in range(8)])
+@pytest.mark.parametrize("length", [4 * D + rest for rest in range(12)])
 def test_the_newest_entry_row_is_filled_on_admission(length: int):
     pair = Pair([length], 8, D, seed=1)
     slot = pair.resources[0].hot_slot

@@ -20,6 +20,7 @@ from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.metrics import DecodeMetrics
 from decode_service.request import DecodeRequest, Event, FailedEvent, FinishedEvent, ReservedEvent, TokenEvent
 from decode_service.resources import ResourcePools
+from decode_service.staging import StagingPool
 
 CONFIG = ModelConfig.from_dict(small_config())
 WAIT_S = 5.0
@@ -43,17 +44,21 @@ class CountingModel:
 
 
 class Rig:
-    def __init__(self, pages: int = 16, slots: int = 8, max_batch: int = 4, max_queued: int = 4) -> None:
+    def __init__(
+        self, pages: int = 16, slots: int = 8, max_batch: int = 4, max_queued: int = 4, staging_pages: int = 0
+    ) -> None:
         kernels = cpu_kernels()
         self.model = CountingModel()
         self.host = DeepSeekV4PagedHostPool(CONFIG.layers_of(4), pages, kernels, 1)
         device = DevicePools.of(CONFIG, pages, slots, 1)
         self.hisparse = HiSparseCoordinator(self.host, kernels, slots, CONFIG.index_topk, 1)
-        self.pools = ResourcePools(self.host, device, self.hisparse.slots)
+        self.staging = StagingPool(CONFIG.layers_of(4), staging_pages, kernels, 1) if staging_pages else None
+        self.pools = ResourcePools(self.host, device, self.hisparse.slots, self.staging)
         self.metrics = DecodeMetrics()
         model: Any = self.model
+        staged = (self.staging, self.host) if self.staging is not None else None
         self.engine = DecodeEngine(
-            model, kernels, device, self.hisparse, self.pools, self.metrics, max_batch, max_queued, 4096
+            model, kernels, device, self.hisparse, self.pools, self.metrics, max_batch, max_queued, 4096, staged
         )
         self.engine.start()
         self.made = 0

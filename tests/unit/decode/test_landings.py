@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 
 from common.errors import ErrorReason, ServiceError
+from common.kernels.cpu import cpu_kernels
+from common.model.config import ModelConfig
+from common.model.small_checkpoint import small_config
 from common.transfer.engine import TransferUnavailableError
 from common.transfer.ticket import ITEM_BYTES, Region, RegionKind, RegionTable
+from decode_service.device_pools import DevicePools
+from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.landings import Landings
+from decode_service.staging import StagingPool
 
 REGIONS = RegionTable(
     [Region(0, RegionKind.WINDOW, 4096, ITEM_BYTES[RegionKind.WINDOW], ITEM_BYTES[RegionKind.WINDOW])]
@@ -57,6 +63,28 @@ async def test_each_writer_gets_one_session_over_the_same_memory_however_many_as
     sessions = await asyncio.gather(*(landings.open(writer) for writer in "aabbab"))
     assert sessions == ["host:0", "host:0", "host:1", "host:1", "host:0", "host:1"]
     assert engines[0].registered == engines[1].registered == [(4096, ITEM_BYTES[RegionKind.WINDOW])]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_each_registration_lies_in_one_buffer_of_the_host_or_of_the_device(staged: bool):
+    """Mooncake asks of each registration's first byte whether it is the host's or a device's."""
+    config, kernels = ModelConfig.from_dict(small_config()), cpu_kernels()
+    host = DeepSeekV4PagedHostPool(config.layers_of(4), 5, kernels)
+    device = DevicePools.of(config, 6, 2)
+    staging = StagingPool(config.layers_of(4), 3, kernels) if staged else None
+    regions = device.regions(host, staging)
+    engine = FakeEngine("host:0")
+    make: Any = lambda: engine  # noqa: E731
+    Landings(make, regions.in_pieces(100_000))
+    landing = staging.buffers if staging is not None else host.buffers
+    buffers = {(buffer.data_ptr(), buffer.nbytes) for buffer in (*device.buffers(), *landing.values())}
+    assert len(engine.registered) == len(buffers)
+    assert set(engine.registered) == buffers
+    # A request's C4 pages are ids of the pool that its region is in, and of no other.
+    found = {(r.layer, r.base) for r in regions.items() if r.kind is RegionKind.C4}
+    assert found == {(layer, buffer.data_ptr()) for layer, buffer in landing.items()}
+    if staged:
+        assert not {base for _, base in found} & {buffer.data_ptr() for buffer in host.buffers.values()}
 
 
 async def test_a_fence_ends_one_writers_session_once_and_its_next_one_is_another():
