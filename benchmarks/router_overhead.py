@@ -2,9 +2,10 @@
 
 A worker that computes nothing (benchmarks/instant_worker.py) sends tokens over the real gRPC contract and notes when; a
 client notes when each arrives. The same streams once straight over gRPC and once through the router: the difference
-of the percentiles is what the router adds. All three processes share the machine's cores.
+of the percentiles is what the router adds. All three processes share the machine's cores; where other jobs want them
+too, `chrt -r 1` (root) lets these go first, which `nice` does not across sessions.
 
-    python benchmarks/router_overhead.py --out benchmarks/results/router_overhead.txt
+    chrt -r 1 python benchmarks/router_overhead.py --out benchmarks/results/router_overhead.txt
 """
 
 from __future__ import annotations

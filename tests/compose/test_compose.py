@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,11 @@ def system(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "wheels"))
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
-    _fetch_wheels(folder / "deploy" / "build-inputs" / "wheels")
-    engine.import_base()
+    # One waits for the network, the other for the processor.
+    with ThreadPoolExecutor(1) as beside:
+        wheels = beside.submit(_fetch_wheels, folder / "deploy" / "build-inputs" / "wheels")
+        engine.import_base()
+        wheels.result()
     made = System(engine, folder)
     made.project.compose("build", "router", timeout_s=420)
     try:
