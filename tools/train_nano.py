@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=min(10, max(0, (os.cpu_count() or 1) - 2)))
     parser.add_argument("--compile", action="store_true", help="faster steps after some 100 s; for long runs")
     parser.add_argument("--start-pairs", type=int, default=8)
-    parser.add_argument("--evaluate", type=int, nargs="*", default=[], help="prompt lengths in tokens")
+    parser.add_argument("--evaluate", type=int, nargs="*", default=[], help="prompt lengths in characters")
     parser.add_argument("--evaluate-n", type=int, default=200)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,6 +110,7 @@ def main() -> None:
     if options.export:
         export(model, codec, options.export)
     results = {"text_loss": text_loss(model, text, codec, device), "time": time.strftime("%Y-%m-%d"), "recall": []}
+    print("text loss, nats a byte:", results["text_loss"], flush=True)
     for context in options.evaluate:
         found = exact_match(model, codec, context, options.evaluate_n, device)
         print(found, flush=True)
@@ -119,7 +120,6 @@ def main() -> None:
         for prompt, written in results["continuations"].items():
             print(f"--- {prompt}{written}", flush=True)
     (options.out / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
-    print("text loss, nats a byte:", results["text_loss"], flush=True)
 
 
 if __name__ == "__main__":

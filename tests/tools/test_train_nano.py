@@ -50,6 +50,7 @@ def test_questions_ask_for_records_with_their_own_values(kind: str, bpe: Codec):
     for row in range(3):
         tokens = batch.tokens[row].tolist()
         content = codec.decode(tokens[: tokens.index(EOS)])
+        assert tokens[: tokens.index(EOS)] == codec.encode(content)  # as a prompt is read
         records = dict(line.split("=") for line in content.split("\n") if "=" in line)
         records = {key[-4:]: value for key, value in records.items()}
         asked = [line.split("?") for line in content.split("\n") if "?" in line]

@@ -51,8 +51,11 @@ def _recall_document(rng: np.random.Generator, codec: Codec, pairs: int) -> tupl
     rng.shuffle(spelled)
     keys = codec.encode_many([bytes(key).decode() for key in spelled[:pairs]])
     values = codec.digits[rng.integers(0, 10, (len(keys), VALUE_DIGITS))].tolist()
-    tokens = codec.encode(bytes(rng.integers(97, 123, int(rng.integers(0, 8))).astype(np.uint8)).decode())
-    for key, value in zip(keys, values, strict=True):
+    offset = bytes(rng.integers(97, 123, int(rng.integers(0, 8))).astype(np.uint8)).decode()
+    # Letters before the first key may merge with it, as they do when a prompt is read as one text.
+    spellings = [codec.encode(offset + bytes(spelled[0]).decode()), *keys[1:]]
+    tokens: list[int] = []
+    for key, value in zip(spellings, values, strict=True):
         tokens += [*key, codec.equals, *value, codec.newline]
     asked: list[int] = []
     places: list[int] = []

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.evaluation.recall import RECORD_CHARACTERS, VALUE_DIGITS, make_question
+from common.evaluation.recall import VALUE_DIGITS, make_question
 from tools.nano.codec import EOS, Codec
 from tools.nano.data import Text
 from tools.nano.dense_model import DenseModel, Options
@@ -31,15 +31,14 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 def exact_match(
     model: DenseModel, codec: Codec, context: int, count: int, device: str, step_tokens: int = 65536
 ) -> dict[str, Any]:
-    """All four digits right, for prompts of about `context` tokens; teacher-forced argmax, which is right exactly when
-    greedy decoding is."""
+    """All four digits right, for prompts of about `context` characters, whatever the tokenizer makes of them;
+    teacher-forced argmax, which is right exactly when greedy decoding is."""
     model.options = SERVED
     rng = random.Random(1234 + context)
-    characters = int(context * RECORD_CHARACTERS / codec.record_tokens)
     right = 0
     done = 0
     while done < count:
-        questions = [make_question(rng, characters) for _ in range(min(max(1, step_tokens // context), count - done))]
+        questions = [make_question(rng, context) for _ in range(min(max(1, step_tokens // context), count - done))]
         texts = codec.encode_many([q.prompt + q.answer for q in questions])
         tokens = torch.full((len(texts), max(map(len, texts))), codec.newline)
         for row, text in enumerate(texts):
