@@ -9,21 +9,92 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 BASE_IMAGE = "debian:bookworm-slim"
-NEEDED = {"dockerd": "docker.io", "docker-compose": "docker-compose", "debootstrap": "debootstrap"}
+NEEDED = {
+    "dockerd": "docker.io", "docker": "docker.io", "docker-compose": "docker-compose", "debootstrap": "debootstrap",
+    "iptables-save": "iptables", "ip": "iproute2",
+}  # fmt: skip
 # What the image installs anyway, so that the build need not fetch it again.
 BASE_PACKAGES = "ca-certificates,python3,libibverbs1,librdmacm1,libnuma1,libcurl4"
 OUR_PROGRAMS = (b"dockerd", b"containerd", b"containerd-shim-runc-v2")
-BRIDGE = Path("/sys/class/net/docker0")
+LINKS = Path("/sys/class/net")
+BRIDGE = "docker0"
+FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
+ALLOWED = "DSV4PD_ALLOW_NO_DOCKER"
 START_S = 60
 STOP_S = 60
 
 
 class EngineUnavailable(RuntimeError):
     """No engine can be started here; the message says why."""
+
+
+def fail_or_skip(error: EngineUnavailable) -> NoReturn:
+    """Fails the test with the reason, unless the environment allows to skip it."""
+    if os.environ.get(ALLOWED) == "1":
+        pytest.skip(f"no docker engine can be started here: {error}")
+    pytest.fail(f"no docker engine can be started here ({ALLOWED}=1 allows to skip): {error}")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a daemon changes of this machine's network: its links, whether it forwards, its IPv4 firewall."""
+
+    links: frozenset[str]
+    forwarding: str
+    firewall: str
+
+    @classmethod
+    def now(cls) -> Network:
+        links = frozenset(link.name for link in LINKS.iterdir())
+        return cls(links, FORWARDING.read_text(), _run(["iptables-save"], 20, None, None))
+
+    def same_as(self, other: Network) -> bool:
+        mine, others = firewall_rules(self.firewall), firewall_rules(other.firewall)
+        return (self.links, self.forwarding, mine) == (other.links, other.forwarding, others)
+
+    def restore(self) -> None:
+        """Of links the daemon's own bridge alone: those of networks go with `compose down`."""
+        now = Network.now()
+        if BRIDGE in now.links - self.links:
+            _run(["ip", "link", "delete", BRIDGE], 20, None, None)
+        for text in (emptied_tables(self.firewall, now.firewall), self.firewall):
+            subprocess.run(["iptables-restore"], input=text, text=True, env=_environment(), check=True, timeout=20)
+        FORWARDING.write_text(self.forwarding)
+
+
+def firewall_rules(saved: str) -> list[str]:
+    """What iptables-save says that has an effect, in order: a table that is not loaded equals an empty one."""
+    found: list[str] = []
+    table = ""
+    for line in saved.splitlines():
+        if line.startswith("*"):
+            table = line
+        elif line.startswith(":"):
+            chain, policy, *_ = line.split()
+            found += [] if policy == "ACCEPT" else [f"{table} {chain} {policy}"]
+        elif line.startswith("-"):
+            found.append(f"{table} {line}")
+    return found
+
+
+def emptied_tables(before: str, now: str) -> str:
+    """For iptables-restore: every table of `now` that `before` lacks, without rules, its own chains accepting. Restoring
+    `before` alone would leave them as they are."""
+    kept: list[str] = []
+    wanted = False
+    for line in now.splitlines():
+        if line.startswith("*"):
+            wanted = line not in before.splitlines()
+        if wanted and (line.startswith("*") or line == "COMMIT" or (line.startswith(":") and line.split()[1] != "-")):
+            kept.append(f"{line.split()[0]} ACCEPT [0:0]" if line.startswith(":") else line)
+    return "".join(f"{line}\n" for line in kept)
 
 
 class Engine:
@@ -35,8 +106,7 @@ class Engine:
         self.socket = f"unix://{self.folder}/docker.sock"
         self._log = self.folder / "dockerd.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._firewall = b""
-        self._had_bridge = BRIDGE.exists()
+        self._before: Network | None = None
 
     def start(self) -> None:
         """Raises EngineUnavailable."""
@@ -44,7 +114,7 @@ class Engine:
         if others := _other_daemons():
             # Two daemons overwrite each other's firewall rules, whatever folders they have.
             raise EngineUnavailable(f"another dockerd runs here: {others}")
-        self._firewall = subprocess.run(["iptables-save"], capture_output=True, env=_environment(), check=False).stdout
+        self._before = Network.now()
         command = ["dockerd", "-H", self.socket]
         for flag, name in (("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "docker.pid")):
             command += [flag, str(self.folder / name)]
@@ -64,7 +134,7 @@ class Engine:
     def stop(self) -> None:
         """Ends the daemon, which ends its containerd; folder, bridge and firewall rules go. May be called in any state.
 
-        Raises AssertionError if a process had to be killed.
+        Raises AssertionError if a process had to be killed, or if a mount or something of the network is left.
         """
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -78,20 +148,19 @@ class Engine:
             time.sleep(0.2)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        for mount in reversed(Path("/proc/mounts").read_text().splitlines()):
-            point = mount.split(" ")[1]
-            if point.startswith(f"{self.folder}/"):
-                subprocess.run(["umount", "-l", point], check=False)
+        for point in reversed(self._mounts()):
+            subprocess.run(["umount", "-l", point], check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._restore_network()
+        if self._before is not None:
+            self._before.restore()
+            assert Network.now().same_as(self._before), f"before: {self._before}\nleft: {Network.now()}"
         assert not left, f"processes of the engine were left after {STOP_S} s: {left}"
+        assert self._mounts() == []
+        assert not self.folder.exists()
 
-    def _restore_network(self) -> None:
-        if self._process is None:
-            return
-        if BRIDGE.exists() and not self._had_bridge:
-            subprocess.run(["ip", "link", "delete", BRIDGE.name], env=_environment(), check=False)
-        subprocess.run(["iptables-restore"], input=self._firewall, env=_environment(), check=False)
+    def _mounts(self) -> list[str]:
+        points = [line.split(" ")[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        return [point for point in points if point.startswith(f"{self.folder}/")]
 
     def _processes(self) -> list[int]:
         """Those whose command line names our folder: dockerd, containerd and its shims."""
@@ -172,7 +241,7 @@ def _run(command: list[str], timeout_s: float, folder: Path | None, environment:
 
 
 def _install_missing() -> None:
-    missing = [package for program, package in NEEDED.items() if shutil.which(program, path=_path()) is None]
+    missing = sorted({package for program, package in NEEDED.items() if shutil.which(program, path=_path()) is None})
     if os.geteuid() != 0:
         raise EngineUnavailable("starting dockerd needs root")
     if not missing:

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.compose.engine import Engine, EngineUnavailable, Project
+from tests.compose.engine import Engine, EngineUnavailable, Project, fail_or_skip
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,13 +88,10 @@ class System:
 def engine() -> Iterator[Engine]:
     made = Engine()
     try:
-        made.start()
-    except EngineUnavailable as error:
-        made.stop()
-        if os.environ.get("DSV4PD_ALLOW_NO_DOCKER") == "1":
-            pytest.skip(f"no docker engine can be started here: {error}")
-        pytest.fail(f"no docker engine can be started here (DSV4PD_ALLOW_NO_DOCKER=1 allows to skip): {error}")
-    try:
+        try:
+            made.start()
+        except EngineUnavailable as error:
+            fail_or_skip(error)
         yield made
     finally:
         made.stop()
