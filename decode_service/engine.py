@@ -7,7 +7,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -28,6 +27,7 @@ from decode_service.metrics import DecodeMetrics
 from decode_service.request import DecodeRequest, FailedEvent, FinishedEvent, ReservedEvent
 from decode_service.resources import RequestResources, ResourcePools
 from decode_service.staging import StagingPool
+from decode_service.waiting import WaitingQueue
 
 IDLE_WAIT_S = 0.2
 MAX_COMMANDS = 1 << 16
@@ -49,8 +49,10 @@ class DecodeEngine:
         max_queued: int,
         max_context_tokens: int,
         staged: tuple[StagingPool, DeepSeekV4PagedHostPool] | None = None,
+        max_overtakes: int = 0,
     ) -> None:
-        """`staged`: where prompts land before they are copied to the host pool; None with direct admission."""
+        """`staged`: where prompts land before they are copied to the host pool; None with direct admission.
+        `max_overtakes`: see WaitingQueue."""
         self.pools = pools
         self.hisparse = hisparse
         most_pages = logical_page_count(max_context_tokens)
@@ -63,7 +65,7 @@ class DecodeEngine:
         self._commands: queue.Queue[Callable[[], None]] = queue.Queue(MAX_COMMANDS)
         self._lock = threading.Lock()
         self._requests: dict[int, DecodeRequest] = {}
-        self._waiting: deque[DecodeRequest] = deque()
+        self._waiting: WaitingQueue[DecodeRequest] = WaitingQueue(max_overtakes)
         self._running: list[DecodeRequest] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="decode-engine", daemon=True)
@@ -186,17 +188,18 @@ class DecodeEngine:
             structlog.get_logger().exception("a command failed")
 
     def _reserve_waiting(self) -> None:
-        """First come, first served: a request that does not fit yet keeps those behind it waiting, so that it
-        gets its turn."""
-        while self._waiting:
-            request = self._waiting[0]
-            resources = self.pools.reserve(request.total_tokens, request.prompt_tokens)
-            if resources is None:
-                return
-            self._waiting.popleft()
-            request.resources = resources
-            request.phase = "prefilling"
-            request.emit(ReservedEvent(resources, time.time_ns() - request.arrived_ns))
+        """First come, first served, with bounded overtaking: see WaitingQueue."""
+        if len(self._waiting):
+            self._metrics.overtakes.inc(self._waiting.serve(self._reserve))
+
+    def _reserve(self, request: DecodeRequest) -> bool:
+        resources = self.pools.reserve(request.total_tokens, request.prompt_tokens)
+        if resources is None:
+            return False
+        request.resources = resources
+        request.phase = "prefilling"
+        request.emit(ReservedEvent(resources, time.time_ns() - request.arrived_ns))
+        return True
 
     def _admit(self, request: DecodeRequest, first_token: SampledToken) -> None:
         if request.phase != "prefilling" or request.resources is None:
@@ -280,8 +283,7 @@ class DecodeEngine:
         if request.phase == "ended":
             return
         self._leave_batch(request)
-        if request in self._waiting:
-            self._waiting.remove(request)
+        self._waiting.remove(request)
         if request.resources is not None:
             self.hisparse.release(request.resources.hot_slot)
             self.pools.release(request.resources)

@@ -137,6 +137,7 @@ async def serve(settings: DecodeSettings) -> None:
         settings.max_queued,
         limit,
         (staging, host) if staging is not None else None,
+        settings.max_overtakes,
     )
     landed = LandedMemory([*device.buffers(), *(staging.buffers.values() if staging is not None else ())])
     servicer = DecodeServicer(settings, config, layout, incarnation, engine, regions, landings, metrics, landed, tls)

@@ -21,6 +21,9 @@ class DecodeMetrics:
         self.queue_seconds = Histogram(
             "dsv4pd_decode_queue_seconds", "Wait of a request for memory.", registry=r, buckets=_SECONDS
         )
+        self.overtakes = Counter(
+            "dsv4pd_decode_overtakes", "Requests that got memory before an earlier one that did not fit.", registry=r
+        )
         self.handover_seconds = Histogram(
             "dsv4pd_decode_handover_seconds", "Prefill asked to handover verified.", registry=r, buckets=_SECONDS
         )

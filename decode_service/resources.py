@@ -77,6 +77,9 @@ class ResourcePools:
         ]
         if self._staging is not None:
             needs.append((self._staging, host_page_count(prompt_tokens)))
+        # Without a page taken: those who wait are tried again before every step.
+        if any(allocator.free < count for allocator, count in needs):
+            return None
         taken: list[tuple[Allocator, list[int]]] = []
         for allocator, count in needs:
             pages = allocator.take(count)

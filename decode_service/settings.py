@@ -38,6 +38,9 @@ class DecodeSettings(WorkerSettings):
     hot_entries: int = Field(0, ge=0, description="hot buffer rows of a request and C4 layer; 0 = 4 x index_topk")
     max_context_tokens: int = Field(0, ge=0, description="longest prompt + output; 0 = what model and pools allow")
     max_queued: Positive = Field(256, description="requests that may wait for memory; more get RESOURCE_EXHAUSTED")
+    max_overtakes: int = Field(
+        64, ge=0, description="later requests that may get memory before one that does not fit yet; 0 = strict order"
+    )
     shuffle_allocators: int = Field(-1, ge=-1, description="seed that shuffles page and slot ids; -1 = in order")
     verify: bool = Field(True, description="check the digest of every page that lands")
 

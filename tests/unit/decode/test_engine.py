@@ -45,8 +45,9 @@ class CountingModel:
 
 class Rig:
     def __init__(
-        self, pages: int = 16, slots: int = 8, max_batch: int = 4, max_queued: int = 4, staging_pages: int = 0
-    ) -> None:
+        self, pages: int = 16, slots: int = 8, max_batch: int = 4, max_queued: int = 4, staging_pages: int = 0,
+        max_overtakes: int = 0,
+    ) -> None:  # fmt: skip
         kernels = cpu_kernels()
         self.model = CountingModel()
         self.host = DeepSeekV4PagedHostPool(CONFIG.layers_of(4), pages, kernels, 1)
@@ -58,8 +59,9 @@ class Rig:
         model: Any = self.model
         staged = (self.staging, self.host) if self.staging is not None else None
         self.engine = DecodeEngine(
-            model, kernels, device, self.hisparse, self.pools, self.metrics, max_batch, max_queued, 4096, staged
-        )
+            model, kernels, device, self.hisparse, self.pools, self.metrics, max_batch, max_queued, 4096, staged,
+            max_overtakes,
+        )  # fmt: skip
         self.engine.start()
         self.made = 0
 
@@ -285,6 +287,34 @@ def test_a_full_queue_refuses_with_a_hint():
     assert raised.value.reason is ErrorReason.QUEUE_FULL
     assert raised.value.retry_after_s > 0
     assert raised.value.ours == "2"
+    rig.engine.stop(WAIT_S)
+
+
+def test_short_requests_pass_a_long_one_that_does_not_fit_yet_and_it_gets_its_turn():
+    rig = Rig(pages=16, max_queued=16, max_overtakes=3)
+    holder = rig.request(prompt=2000)
+    rig.engine.submit(holder.request)
+    holder.wait(ReservedEvent)
+    long = rig.request(prompt=3000)
+    shorts = [rig.request() for _ in range(5)]
+    for client in (long, *shorts):
+        rig.engine.submit(client.request)
+    for client in shorts[:3]:
+        client.wait(ReservedEvent)
+        # Without admission it would hold its memory for ever.
+        rig.engine.release(client.request).result(WAIT_S)
+    rig.sound()
+    assert not long.events
+    assert not shorts[3].events
+    assert not shorts[4].events
+    assert rig.metrics.overtakes._value.get() == 3
+    rig.engine.release(holder.request).result(WAIT_S)
+    long.wait(ReservedEvent)
+    for client in shorts[3:]:
+        client.wait(ReservedEvent)
+    for client in (long, *shorts[3:]):
+        rig.engine.release(client.request).result(WAIT_S)
+    assert rig.idle()
     rig.engine.stop(WAIT_S)
 
 
