@@ -60,8 +60,11 @@ class Network:
         return (self.links, self.forwarding, mine) == (other.links, other.forwarding, others)
 
     def restore(self) -> None:
-        """Of links the daemon's own bridge alone: those of networks go with `compose down`."""
+        """Of links the daemon's own bridge alone: those of networks go with `compose down`. Writes nothing where nothing
+        changed: a daemon that could not start may stand on a machine where nothing may be written."""
         now = Network.now()
+        if now.same_as(self):
+            return
         if BRIDGE in now.links - self.links:
             _run(["ip", "link", "delete", BRIDGE], 20, None, None)
         for text in (emptied_tables(self.firewall, now.firewall), self.firewall):
@@ -114,7 +117,10 @@ class Engine:
         if others := _other_daemons():
             # Two daemons overwrite each other's firewall rules, whatever folders they have.
             raise EngineUnavailable(f"another dockerd runs here: {others}")
-        self._before = Network.now()
+        try:
+            self._before = Network.now()
+        except (OSError, AssertionError) as error:
+            raise EngineUnavailable(f"this machine's network can't be read: {error}") from error
         command = ["dockerd", "-H", self.socket]
         for flag, name in (("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "docker.pid")):
             command += [flag, str(self.folder / name)]
@@ -125,11 +131,18 @@ class Engine:
             )
         end = time.monotonic() + START_S
         while time.monotonic() < end and self._process.poll() is None:
-            if subprocess.run(["docker", "-H", self.socket, "info"], capture_output=True, check=False).returncode == 0:
+            if self._answers():
                 return
             time.sleep(0.3)
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
         raise EngineUnavailable(f"dockerd did not come up:\n{tail}")
+
+    def _answers(self) -> bool:
+        try:
+            self.docker("info", timeout_s=10)
+        except (AssertionError, subprocess.TimeoutExpired):
+            return False
+        return True
 
     def stop(self) -> None:
         """Ends the daemon, which ends its containerd; folder, bridge and firewall rules go. May be called in any state.
@@ -182,14 +195,16 @@ class Engine:
         return _run(["docker", "-H", self.socket, *words], timeout_s, None, None)
 
     def import_base(self) -> None:
-        """Makes Debian 12 from the package source that this machine uses, under the tag that the Dockerfile names."""
+        """Makes Debian 12 from the package source that this machine uses, under the tag that the Dockerfile names.
+
+        Raises EngineUnavailable when it can't be made, or when the engine can't run it.
+        """
         root = self.folder / "base"
-        _run(
-            ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", "bookworm", str(root), _debian_mirror()],
-            400,
-            None,
-            None,
-        )
+        bootstrap = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", "bookworm", str(root)]
+        try:
+            _run([*bootstrap, _debian_mirror()], 400, None, None)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise EngineUnavailable(f"the base image can't be made: {error}") from error
         for kept in ("var/cache/apt/archives", "var/lib/apt/lists"):
             shutil.rmtree(root / kept)
             (root / kept / "partial").mkdir(parents=True)
@@ -202,6 +217,10 @@ class Engine:
         )
         assert packed.wait() == 0
         shutil.rmtree(root)
+        try:
+            self.docker("run", "--rm", "--network", "none", BASE_IMAGE, "true")
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise EngineUnavailable(f"the engine can't run a container: {error}") from error
 
 
 class Project:
@@ -251,11 +270,10 @@ def _install_missing() -> None:
     # RUNLEVEL 1: the package must not start a daemon of its own.
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     for words in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
-        done = subprocess.run(
-            ["apt-get", "-qq", *words], env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode != 0:
-            raise EngineUnavailable(f"apt-get {' '.join(words)} failed: {done.stderr[-1000:]}")
+        try:
+            _run(["apt-get", "-qq", *words], 300, None, environment)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise EngineUnavailable(f"apt-get {' '.join(words)} failed: {error}") from error
 
 
 def _other_daemons() -> list[int]:

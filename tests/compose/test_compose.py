@@ -105,11 +105,14 @@ def system(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "wheels"))
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
-    # One waits for the network, the other for the processor.
-    with ThreadPoolExecutor(1) as beside:
-        wheels = beside.submit(_fetch_wheels, folder / "deploy" / "build-inputs" / "wheels")
-        engine.import_base()
-        wheels.result()
+    try:
+        # One waits for the network, the other for the processor.
+        with ThreadPoolExecutor(1) as beside:
+            wheels = beside.submit(_fetch_wheels, folder / "deploy" / "build-inputs" / "wheels")
+            engine.import_base()
+            wheels.result()
+    except EngineUnavailable as error:
+        fail_or_skip(error)
     made = System(engine, folder)
     made.project.compose("build", "router", timeout_s=420)
     try:

@@ -1,7 +1,10 @@
 """How tests/compose leaves this machine's network as it was, and what it says where no engine starts."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.compose import engine
 from tests.compose.engine import EngineUnavailable, Network, emptied_tables, fail_or_skip, firewall_rules
 
 OWN = "*mangle\n:PREROUTING ACCEPT [5:300]\n-A PREROUTING -j MARK\nCOMMIT\n"
@@ -38,6 +41,15 @@ def test_an_empty_table_is_no_change_and_a_rule_chain_or_policy_is():
         assert not network("").same_as(network(other))
     assert not network("").same_as(network("", links=frozenset({"lo", "docker0"})))
     assert not network("").same_as(network("", forwarding="1\n"))
+
+
+def test_where_nothing_changed_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A daemon that can't start may stand on a machine whose /proc and firewall can't be written."""
+    before = Network(frozenset({"lo"}), "0\n", OWN)
+    monkeypatch.setattr(engine, "FORWARDING", tmp_path / "none" / "ip_forward")
+    monkeypatch.setattr(engine.subprocess, "run", lambda *words, **options: pytest.fail(f"ran {words}"))
+    monkeypatch.setattr(Network, "now", lambda: Network(frozenset({"lo"}), "0\n", emptied_tables("", DOCKERS) + OWN))
+    before.restore()
 
 
 def test_without_an_engine_it_fails_with_the_reason_unless_skipping_is_allowed(monkeypatch: pytest.MonkeyPatch):
