@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+
+# Read when torch is loaded. Threads that spin while they wait take many times as long where a core has other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 # Triton decides when it is first imported whether its kernels are compiled or interpreted, and any module may import
