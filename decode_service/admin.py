@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import ErrorReason, ServiceError
@@ -69,6 +70,7 @@ class DecodeAdmin(AdminBasics):
                     free=use.free,
                     used=use.used,
                     quarantined=use.quarantined,
+                    cached=use.cached,
                     item_bytes=self._item_bytes[use.name],
                 )
                 for use in self._engine.pools.use()
@@ -94,11 +96,21 @@ class DecodeAdmin(AdminBasics):
                 for name, found in self._engine.pools.fragmentation().items()
                 for what, read in FRAGMENTATION.items()
             }
+            | self._prefix_counts()
             | self._metrics.counts(),
             max_context_tokens=self._max_context_tokens,
             model_name=self._model_name,
             mooncake_session=",".join(self._landings.sessions),
         )
+
+    def _prefix_counts(self) -> dict[str, float]:
+        prefix = self._engine.pools.prefix
+        return {f"prefix_{name}": float(n) for name, n in asdict(prefix.counters).items()} if prefix is not None else {}
+
+    async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheReply:
+        prefix = self._engine.pools.prefix
+        freed = await asyncio.wrap_future(self._engine.call(prefix.clear)) if prefix is not None else 0
+        return admin_pb2.FlushCacheReply(pages_freed=freed)
 
     async def ListRequests(
         self, request: admin_pb2.ListRequestsRequest, context: Context

@@ -16,7 +16,7 @@ import torch
 
 from common.errors import ErrorReason, ServiceError
 from common.kernels.interface import KVKernels
-from common.kv.layout import host_token_len, logical_page_count
+from common.kv.layout import C4_PAGE, host_token_len, logical_page_count
 from common.model.model import DeepSeekV4Model
 from common.sampling import SampledToken, sample
 from decode_service.decode_runner import open_runner
@@ -123,6 +123,8 @@ class DecodeEngine:
                     retry_after_s=1.0,
                 )
             self._requests[request.generation] = request
+        if self.pools.prefix is not None:
+            request.chain = self.pools.prefix.chain(request.token_ids)
         self._command(lambda: self._waiting.append(request))
 
     def admit(self, request: DecodeRequest, first_token: SampledToken) -> None:
@@ -193,7 +195,7 @@ class DecodeEngine:
             self._metrics.overtakes.inc(self._waiting.serve(self._reserve))
 
     def _reserve(self, request: DecodeRequest) -> bool:
-        resources = self.pools.reserve(request.total_tokens, request.prompt_tokens)
+        resources = self.pools.reserve(request.total_tokens, request.prompt_tokens, request.chain)
         if resources is None:
             return False
         request.resources = resources
@@ -224,7 +226,9 @@ class DecodeEngine:
         if self._staged is not None:
             staging, host = self._staged
             entries = host_token_len(request.prompt_tokens)
-            staging.copy_to_host(host, resources.staging_pages, resources.host_pages, entries)
+            shared = len(resources.prefix)
+            own = resources.host_pages[shared:]
+            staging.copy_to_host(host, resources.staging_pages, own, entries - shared * C4_PAGE.rows)
             resources = request.resources = self.pools.release_staging(resources)
         self.hisparse.admit_request_direct(resources, request.prompt_tokens)
 
@@ -264,7 +268,7 @@ class DecodeEngine:
 
     def _fail(self, request: DecodeRequest, error: ServiceError) -> None:
         self._leave_batch(request)
-        self._end(request)
+        self._end(request, sound=False)
         request.emit(FailedEvent(error))
 
     def _abort(self, request: DecodeRequest) -> None:
@@ -278,16 +282,22 @@ class DecodeEngine:
         if request in self._running:
             self._running.remove(request)
 
-    def _end(self, request: DecodeRequest) -> None:
-        """Every end of life comes here; only the first counts."""
+    def _end(self, request: DecodeRequest, *, sound: bool = True) -> None:
+        """Every end of life comes here; only the first counts. `sound`: what its pages hold is right."""
         if request.phase == "ended":
             return
         self._leave_batch(request)
         self._waiting.remove(request)
         if request.resources is not None:
             self.hisparse.release(request.resources.hot_slot)
-            self.pools.release(request.resources)
+            self.pools.release(request.resources, self._names_to_keep(request) if sound else b"")
         self._forget(request)
+
+    def _names_to_keep(self, request: DecodeRequest) -> bytes:
+        """Of the pages that may serve others: some of an admitted request, whose handover is verified."""
+        if self.pools.prefix is None or request.phase != "running" or _resources(request).staging_pages:
+            return b""
+        return self.pools.prefix.names_to_keep(request.chain, request.token_ids, request.sampling.generated)
 
     def _quarantine(self, request: DecodeRequest) -> None:
         if request.phase != "prefilling" or request.resources is None:

@@ -17,7 +17,8 @@ from sortedcontainers import SortedList
 
 from common.kv.handover import page_runs
 
-_FREE, _OWNED, _QUARANTINED = 0, 1, 2
+_FREE, _OWNED, _QUARANTINED, _CACHED = 0, 1, 2, 3
+_NAMES = ("free", "owned", "quarantined", "cached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,15 @@ class ExtentAllocator:
         self.total = total
         self._random = None if shuffle_seed is None else random.Random(f"{name}:{shuffle_seed}")  # noqa: S311
         self._state = bytearray(total)
-        self._counts = [total, 0, 0]
+        self._counts = [total, 0, 0, 0]
         # Free runs by start and by end, and as (length, start) for best fit.
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._by_length: Any = SortedList()
         # Growth rooms by their start, which is the end of the request's last extent.
         self._rooms: dict[int, int] = {}
+        # Owned pages that begin an extent of their request; all others continue the page before them.
+        self._heads = bytearray(total)
         self._extents = 0
         if total:
             self._add_run(0, total)
@@ -89,6 +92,10 @@ class ExtentAllocator:
     @property
     def quarantined(self) -> int:
         return self._counts[_QUARANTINED]
+
+    @property
+    def cached(self) -> int:
+        return self._counts[_CACHED]
 
     def fragmentation(self) -> Fragmentation:
         runs = len(self._by_length) + len(self._rooms)
@@ -115,7 +122,7 @@ class ExtentAllocator:
         for extent in extents:
             self._mark(extent, _FREE, _OWNED)
         merged = _merged(extents)
-        self._extents += len(merged)
+        self._begin(merged)
         return merged
 
     def extend(self, last: Extent, count: int) -> list[Extent] | None:
@@ -157,9 +164,23 @@ class ExtentAllocator:
         for extent in self._leave(pages, _QUARANTINED, _FREE):
             self._join(extent.first, extent.count)
 
+    def cache(self, pages: Sequence[int]) -> None:
+        """Keeps owned ids for their content: nobody uses them, and they are not free. Raises ValueError as `release`
+        does."""
+        self._leave(pages, _OWNED, _CACHED)
+
+    def reuse(self, pages: Sequence[int]) -> None:
+        """Somebody uses cached ids: they are owned again. Raises ValueError as `release` does."""
+        self._begin(self._leave(pages, _CACHED, _OWNED))
+
+    def release_cached(self, pages: Sequence[int]) -> None:
+        """Their content is given up. Raises ValueError as `release` does."""
+        for extent in self._leave(pages, _CACHED, _FREE):
+            self._join(extent.first, extent.count)
+
     def check_integrity(self) -> None:
         """Raises ValueError unless the free runs are the free pages, none of two touch and the counts are right."""
-        counted = [self._state.count(state) for state in (_FREE, _OWNED, _QUARANTINED)]
+        counted = [self._state.count(state) for state in range(len(_NAMES))]
         if counted != self._counts or sum(counted) != self.total:
             raise ValueError(f"pool {self.name}: counts are {self._counts}, pages say {counted} of {self.total}")
         runs = sorted([*self._starts.items(), *self._rooms.items()])
@@ -176,10 +197,15 @@ class ExtentAllocator:
             raise ValueError(f"pool {self.name}: the lists of free runs disagree")
         if any(first + count in self._starts for first, count in self._starts.items()):
             raise ValueError(f"pool {self.name}: two free runs touch and were not joined")
+        if sum(self._heads) != self._extents or any(
+            head and state != _OWNED for head, state in zip(self._heads, self._state, strict=True)
+        ):
+            raise ValueError(f"pool {self.name}: {self._extents} extents, {sum(self._heads)} pages begin one")
 
-    def check_holders(self, owned: Sequence[int], quarantined: Sequence[int]) -> None:
-        """Raises ValueError unless holders name every owned and quarantined id exactly once and no other."""
-        for name, named, state in (("owned", owned, _OWNED), ("quarantined", quarantined, _QUARANTINED)):
+    def check_holders(self, owned: Sequence[int], quarantined: Sequence[int], cached: Sequence[int] = ()) -> None:
+        """Raises ValueError unless holders name every owned, quarantined and cached id exactly once and no other."""
+        for named, state in ((owned, _OWNED), (quarantined, _QUARANTINED), (cached, _CACHED)):
+            name = _NAMES[state]
             wrong = [page for page in named if self._state[page] != state]
             if len(set(named)) != len(named) or wrong or len(named) != self._counts[state]:
                 raise ValueError(
@@ -278,7 +304,7 @@ class ExtentAllocator:
         self._counts[after] += extent.count
 
     def _leave(self, pages: Sequence[int], before: int, after: int) -> list[Extent]:
-        name = ("free", "owned", "quarantined")[before]
+        name = _NAMES[before]
         runs = list(page_runs(list(pages))) if pages else []
         extents = [Extent(pages[place], count) for place, count in runs]
         wanted = bytes((before,))
@@ -292,11 +318,24 @@ class ExtentAllocator:
         for extent in extents:
             self._mark(extent, before, after)
             if before == _OWNED:
-                self._extents -= 1
+                self._end(extent)
                 room = self._rooms.pop(extent.end, 0)
                 if room:
                     self._join(extent.end, room)
         return extents
+
+    def _begin(self, extents: Iterable[Extent]) -> None:
+        """Owned pages that are extents of a request."""
+        for extent in extents:
+            self._heads[extent.first] = 1
+            self._extents += 1
+
+    def _end(self, extent: Extent) -> None:
+        """Pages that are owned no more; what continued them begins an extent now."""
+        self._extents -= self._heads.count(1, extent.first, extent.end)
+        self._heads[extent.first : extent.end] = bytes(extent.count)
+        if self._is(extent.end, _OWNED) and not self._heads[extent.end]:
+            self._begin([Extent(extent.end, 1)])
 
     def _is(self, page: int, state: int) -> bool:
         return 0 <= page < self.total and self._state[page] == state

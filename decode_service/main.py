@@ -12,6 +12,7 @@ import torch
 from common.kernels.backend import open_backend
 from common.kv.footprint import Footprint
 from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS
+from common.kv.prefix import chain_seed
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
 from common.model.config import ConfigError, ModelConfig
@@ -38,6 +39,7 @@ from decode_service.hisparse import HiSparseCoordinator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.landings import Landings
 from decode_service.metrics import DecodeMetrics
+from decode_service.prefix_cache import PrefixCache
 from decode_service.resources import ResourcePools
 from decode_service.server import DecodeServicer
 from decode_service.settings import DecodeSettings
@@ -112,7 +114,13 @@ async def serve(settings: DecodeSettings) -> None:
     staging = None
     if settings.admission == "staged":
         staging = StagingPool(config.layers_of(4), settings.staging_pages, kernels, seed, backend.device)
-    pools = ResourcePools(host, device, hisparse.slots, staging)
+    prefix = None
+    if settings.prefix_cache != "off" and settings.verify:
+        chain = chain_seed(layout.model_hash, layout.tokenizer_hash)
+        prefix = PrefixCache(host.allocator, device.logical, chain, keeps_output=settings.prefix_cache == "all")
+    elif settings.prefix_cache != "off":
+        log.warning("prefix cache off: without verify nobody knows what the pages hold")
+    pools = ResourcePools(host, device, hisparse.slots, staging, prefix)
     regions = device.regions(host, staging).in_pieces(settings.transfer_register_bytes)
     transfer = EngineSettings(
         settings.transfer_hostname,
@@ -204,7 +212,7 @@ def _publish(metrics: DecodeMetrics, engine: DecodeEngine) -> None:
             lambda phase=phase: sum(r.phase == phase for r in engine.requests())
         )
     for index, use in enumerate(engine.pools.use()):
-        for state in ("free", "used", "quarantined"):
+        for state in ("free", "used", "quarantined", "cached"):
             metrics.pool.labels(use.name, state).set_function(
                 lambda index=index, state=state: getattr(engine.pools.use()[index], state)
             )
@@ -213,5 +221,9 @@ def _publish(metrics: DecodeMetrics, engine: DecodeEngine) -> None:
             metrics.fragmentation.labels(name, what).set_function(
                 lambda name=name, read=read: read(engine.pools.fragmentation()[name])
             )
+    prefix = engine.pools.prefix
+    if prefix is not None:
+        for what in ("hits", "misses", "hit_pages", "evictions"):
+            metrics.prefix.labels(what).set_function(lambda what=what: getattr(prefix.counters, what))
     for what in ("hits", "misses", "backups"):
         metrics.hot.labels(what).set_function(lambda what=what: getattr(engine.hisparse.counters, what))

@@ -49,6 +49,12 @@ class DecodeMetrics:
             ["pool", "what"],
             registry=r,
         )
+        self.prefix = Gauge(
+            "dsv4pd_decode_prefix_cache",
+            "Since start: hits and misses (requests), hit_pages, evictions (pages).",
+            ["what"],
+            registry=r,
+        )
         self.hot = Gauge("dsv4pd_decode_hot_rows", "Rows since start: hits, misses, backups.", ["what"], registry=r)
 
     def counts(self) -> dict[str, float]:

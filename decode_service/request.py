@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.errors import ServiceError
+from common.kv.layout import LOGICAL_PAGE_TOKENS
 from common.sampling import SampledToken, SamplingState
 from decode_service.resources import RequestResources
 
@@ -64,6 +65,8 @@ class DecodeRequest:
         # The Mooncake session that its writer was given.
         self.session = ""
         self.prefill_answered = False
+        # Names of its full pages, see common.kv.prefix; empty where nothing is cached.
+        self.chain = b""
         # The client has its answer; the id may be used again even if memory is still being given back.
         self.answered = False
         self.arrived_ns = time.time_ns()
@@ -72,6 +75,11 @@ class DecodeRequest:
     @property
     def prompt_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those whose pages were cached."""
+        return len(self.resources.prefix) * LOGICAL_PAGE_TOKENS if self.resources is not None else 0
 
     @property
     def total_tokens(self) -> int:

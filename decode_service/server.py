@@ -192,16 +192,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, mine: DecodeRequest, peer: PrefillPeer, events: asyncio.Queue[Event], resources: RequestResources
     ) -> Prefilled | FinishedEvent:
         """Runs the handover; an abort by an operator ends the wait."""
-        handover = Handover(mine.prompt_tokens)
+        handover, first = Handover(mine.prompt_tokens), len(resources.prefix)
         ticket = TransferTicket(
             session="",
             receiver_id=self._incarnation.id,
             regions=self._regions,
-            host_pages=tuple((resources.staging_pages or resources.host_pages)[: handover.host_pages]),
-            logical_pages=tuple(resources.logical_pages[: handover.logical_pages]),
+            host_pages=tuple(resources.staging_pages or resources.host_pages[first : handover.host_pages]),
+            logical_pages=tuple(resources.logical_pages[first : handover.logical_pages]),
             window_slot=resources.window_slot,
             state_slot=resources.state_slot,
             verify=self._settings.verify,
+            first_page=first,
         )
         # The slot's state is cleared on the device; a writer may only come behind that.
         await asyncio.to_thread(self._memory.settle)
@@ -309,6 +310,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 stop_token_id=finished.stop_token_id,
                 prompt_tokens=mine.prompt_tokens,
                 completion_tokens=len(mine.sampling.generated),
+                cached_tokens=mine.cached_tokens,
                 queued_ns=queued_ns,
                 prefill_ns=prefilled.timings.compute_ns if prefilled else 0,
                 transfer_exposed_ns=prefilled.timings.exposed_transfer_ns if prefilled else 0,

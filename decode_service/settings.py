@@ -43,6 +43,11 @@ class DecodeSettings(WorkerSettings):
     )
     shuffle_allocators: int = Field(-1, ge=-1, description="seed that shuffles page and slot ids; -1 = in order")
     verify: bool = Field(True, description="check the digest of every page that lands")
+    prefix_cache: Literal["off", "prompt", "all"] = Field(
+        "prompt",
+        description="which full pages of finished requests are kept for prompts that begin with the same tokens; all: "
+        "output's too, whose last bits may differ from prefill's; needs verify",
+    )
 
     transfer_hostname: str = Field("127.0.0.1", description="this host's address for Mooncake peers")
     transfer_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake transport")

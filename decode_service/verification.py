@@ -17,7 +17,7 @@ _STATE_ROWS = {RegionKind.STATE_C4: 8, RegionKind.STATE_INDEX: 8, RegionKind.STA
 
 @dataclass(frozen=True)
 class LandedRange:
-    """`count` pages of the request's list (or rows of its slot) from `first` on, with the sender's digest."""
+    """`count` pages of the request (or rows of its slot) from `first` on, with the sender's digest."""
 
     layer: int
     kind: RegionKind
@@ -73,7 +73,7 @@ class HandoverCheck:
         handover = Handover(self.tokens)
         for layer, ratio in self.ratios:
             for kind in kinds_of_ratio(ratio):
-                missing = _needed(handover, kind) - self._covered.get((layer, kind), set())
+                missing = _needed(handover, kind, self.ticket.first_page) - self._covered.get((layer, kind), set())
                 if missing:
                     raise ServiceError(
                         ErrorReason.TRANSFER_FAILED,
@@ -85,7 +85,10 @@ class HandoverCheck:
         address, kind = self.ticket.regions.address, landed.kind
         items = self.ticket.items_of(kind)
         if kind in (RegionKind.C4, RegionKind.INDEX, RegionKind.C128):
-            for place in range(landed.first, landed.first + landed.count):
+            begin = landed.first - self.ticket.first_page
+            if begin < 0:
+                raise ValueError(f"page {landed.first} was here before, pages come from {self.ticket.first_page} on")
+            for place in range(begin, begin + landed.count):
                 yield address(landed.layer, kind, items[place], 0, ITEM_BYTES[kind]), ITEM_BYTES[kind]
         elif kind is RegionKind.WINDOW:
             for offset, size in WINDOW_PAGE.pieces(landed.first, landed.count):
@@ -96,12 +99,12 @@ class HandoverCheck:
             yield address(landed.layer, kind, items[0], landed.first * row, size), size
 
 
-def _needed(handover: Handover, kind: RegionKind) -> set[int]:
-    """Pages of the request's list, or rows of its slot, that a handover must bring."""
+def _needed(handover: Handover, kind: RegionKind, first_page: int) -> set[int]:
+    """Pages of the request, or rows of its slot, that a handover must bring."""
     if kind in (RegionKind.C4, RegionKind.INDEX):
-        return set(range(handover.host_pages))
+        return set(range(first_page, handover.host_pages))
     if kind is RegionKind.C128:
-        return set(range(handover.c128_pages))
+        return set(range(first_page, handover.c128_pages))
     if kind is RegionKind.WINDOW:
         runs = handover.window_runs()
     else:

@@ -270,9 +270,10 @@ class PrefillEngine:
     ) -> None:
         """Complete pages; behind the last chunk also the rest and the first token."""
         job.chunk_done()
-        if plan.complete_pages:
-            pages = outgoing_pages(plan, use.span, job.ticket, 0, plan.complete_pages)
-            self._post(job, use, pages, (plan.first_page, plan.complete_pages))
+        there, count = plan.lacking(job.ticket)
+        if count:
+            pages = outgoing_pages(plan, use.span, job.ticket, there, count)
+            self._post(job, use, pages, (plan.first_page + there, count))
         if logits is not None and job.wants_prompt_logprobs:
             self._add_prompt_logprobs(job, plan, logits)
         if plan.is_last:

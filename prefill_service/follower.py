@@ -119,9 +119,10 @@ class Follower:
         job.computed = plan.end
         job.chunk_done()
         if job.phase != "ended":
-            if plan.complete_pages:
-                pages = outgoing_pages(plan, use.span, job.ticket, 0, plan.complete_pages)
-                self._post(job, use, pages, (plan.first_page, plan.complete_pages))
+            there, count = plan.lacking(job.ticket)
+            if count:
+                pages = outgoing_pages(plan, use.span, job.ticket, there, count)
+                self._post(job, use, pages, (plan.first_page + there, count))
             if plan.is_last:
                 self._post(job, use, outgoing_rest(plan, use.span, job.ticket, _kv(job)), None)
                 job.computed_last(SampledToken(0, 0.0))

@@ -102,6 +102,11 @@ class ChunkPlan:
         """Of those, the leading ones that no later token changes."""
         return self.end // LOGICAL_PAGE_TOKENS - self.first_page
 
+    def lacking(self, ticket: TransferTicket) -> tuple[int, int]:
+        """Of the complete pages, those that the receiver lacks: the first, counted from the chunk's, and how many."""
+        there = min(self.complete_pages, max(0, ticket.first_page - self.first_page))
+        return there, self.complete_pages - there
+
     def page_offsets(self) -> dict[tuple[int, CacheKind], int]:
         """Byte offset in the span of each layer's first page."""
         offsets: dict[tuple[int, CacheKind], int] = {}
@@ -142,8 +147,10 @@ class ChunkPlan:
 
 def outgoing_pages(plan: ChunkPlan, span: Span, ticket: TransferTicket, first: int, count: int) -> Outgoing:
     """Pages first ... first+count-1 of the chunk (counted from its first page), in every layer that has them; of
-    those, what this rank sends."""
+    those, what the receiver lacks and this rank sends."""
     place = plan.place or Place.whole(len(plan.ratios))
+    there = min(count, max(0, ticket.first_page - plan.first_page - first))
+    first, count = first + there, count - there
     runs: list[Run] = []
     ranges: list[SentRange] = []
     for (layer, kind), offset in plan.page_offsets().items():
@@ -158,8 +165,8 @@ def outgoing_pages(plan: ChunkPlan, span: Span, ticket: TransferTicket, first: i
         begin = span.address + offset + (first + mine) * size
         position = plan.first_page + first + mine
         for index in range(have):
-            target = ticket.regions.address(layer, region, items[position + index], 0, size)
-            end = ticket.regions.piece_end(layer, region, items[position + index])
+            target = ticket.regions.address(layer, region, items[position - ticket.first_page + index], 0, size)
+            end = ticket.regions.piece_end(layer, region, items[position - ticket.first_page + index])
             runs.append(Run(begin + index * size, target, size, end))
         digest = digest_of([(begin, have * size)]) if ticket.verify else b""
         ranges.append(SentRange(layer, region, position, have, digest))

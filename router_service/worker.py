@@ -68,7 +68,7 @@ class Worker:
 
 
 def _free_host_pages(status: admin_pb2.GetStatusReply) -> float:
-    return float(sum(pool.free for pool in status.pools if pool.name == "host_c4"))
+    return float(sum(pool.free + pool.cached for pool in status.pools if pool.name == "host_c4"))
 
 
 def _queued_tokens(status: admin_pb2.GetStatusReply) -> float:

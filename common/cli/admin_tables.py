@@ -26,13 +26,14 @@ def status(reply: admin_pb2.GetStatusReply) -> RenderableType:
     ]
     pools = _table(
         "pools",
-        ("name", "total", "used", "free", "quarantined", "item", "in all"),
+        ("name", "total", "used", "free", "cached", "quarantined", "item", "in all"),
         (
             (
                 p.name,
                 _count(p.total),
                 _count(p.used),
                 _count(p.free),
+                _count(p.cached),
                 _count(p.quarantined),
                 _bytes(p.item_bytes),
                 _bytes(p.total * p.item_bytes),

@@ -88,14 +88,21 @@ class Handover:
         first = max(0, begun - ratio) if ratio == 4 else begun
         return ring_runs(first, self.tokens, 8 if ratio == 4 else 128)
 
-    def check_lists(self, host_pages: int, logical_pages: int) -> None:
-        """Raises ValueError, naming both lengths, when a ticket's page lists don't fit the prompt."""
+    def check_lists(self, host_pages: int, logical_pages: int, first_page: int = 0) -> None:
+        """Raises ValueError, naming both lengths, when a ticket's page lists, which begin with page `first_page`, don't
+        fit the prompt."""
+        if not 0 <= first_page <= self.tokens // LOGICAL_PAGE_TOKENS:
+            raise ValueError(
+                f"first_page is {first_page}, a prompt of {self.tokens} tokens has "
+                f"{self.tokens // LOGICAL_PAGE_TOKENS} full pages"
+            )
         for name, have, need in (
-            ("host_c4_pages", host_pages, self.host_pages),
-            ("logical_pages", logical_pages, self.logical_pages),
+            ("host_c4_pages", host_pages, self.host_pages - first_page),
+            ("logical_pages", logical_pages, self.logical_pages - first_page),
         ):
             if have != need:
-                raise ValueError(f"{name} holds {have} pages, a prompt of {self.tokens} tokens needs {need}")
+                behind = f" behind page {first_page}" if first_page else ""
+                raise ValueError(f"{name} holds {have} pages, a prompt of {self.tokens} tokens needs {need}{behind}")
 
 
 def page_runs(pages: list[int]) -> Iterator[tuple[int, int]]:

@@ -30,6 +30,7 @@ def to_message(ticket: TransferTicket, receiver: common_pb2.Incarnation) -> comm
         window_slot=ticket.window_slot,
         state_slot=ticket.state_slot,
         verify=ticket.verify,
+        first_page=ticket.first_page,
     )
 
 
@@ -50,4 +51,5 @@ def from_message(message: common_pb2.TransferTicket) -> TransferTicket:
         window_slot=message.window_slot,
         state_slot=message.state_slot,
         verify=message.verify,
+        first_page=message.first_page,
     )

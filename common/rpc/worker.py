@@ -122,7 +122,7 @@ class AdminBasics(admin_pb2_grpc.AdminServicer, ABC):
         return admin_pb2.ResumeReply()
 
     async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheReply:
-        # No worker keeps pages of requests that are over, so there is nothing to free.
+        # Prefill keeps nothing of requests that are over; decode has its own answer.
         return admin_pb2.FlushCacheReply(pages_freed=0)
 
     async def drain(self, grace_s: float) -> int:

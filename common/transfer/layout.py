@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from common.kv.layout import C4_PAGE, C128_PAGE, INDEX_PAGE, LOGICAL_PAGE_TOKENS, WINDOW_PAGE
 from common.model.config import ModelConfig
 
-PROTOCOL_VERSION = 1
+# 2: a ticket leaves out the pages that the receiver has.
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True)

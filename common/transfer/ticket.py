@@ -137,7 +137,9 @@ class RegionTable:
 
 @dataclass(frozen=True)
 class TransferTicket:
-    """host_pages are host C4 page ids, logical_pages device page ids: two name spaces."""
+    """host_pages are host C4 page ids, logical_pages device page ids: two name spaces. Both lists begin with page
+    `first_page` of the request; the pages before it are at the receiver already and are not named, so that no sender
+    can write them."""
 
     session: str
     receiver_id: str
@@ -147,11 +149,12 @@ class TransferTicket:
     window_slot: int
     state_slot: int
     verify: bool
+    first_page: int = 0
 
     def check(self, tokens: int, ratios: Iterable[tuple[int, int]]) -> None:
         """Raises ValueError unless this ticket can take a prompt of `tokens` tokens: list lengths, regions, and
         every id inside its region."""
-        Handover(tokens).check_lists(len(self.host_pages), len(self.logical_pages))
+        Handover(tokens).check_lists(len(self.host_pages), len(self.logical_pages), self.first_page)
         pairs = list(ratios)
         self.regions.check_complete(pairs)
         for name, pages in (("host_c4_pages", self.host_pages), ("logical_pages", self.logical_pages)):
@@ -163,7 +166,7 @@ class TransferTicket:
                     self.regions.address(layer, kind, item, 0, ITEM_BYTES[kind])
 
     def items_of(self, kind: RegionKind) -> tuple[int, ...]:
-        """This request's items in a region of that kind, in order."""
+        """This request's items in a region of that kind, in order; of page kinds from `first_page` on."""
         if kind is RegionKind.C4:
             return self.host_pages
         if kind is RegionKind.INDEX:

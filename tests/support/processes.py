@@ -96,9 +96,9 @@ class Service:
             )
 
     def is_idle(self) -> bool:
-        """Nothing runs and every page is free."""
+        """Nothing runs, and every page is free or kept for prompts that begin with it."""
         status = self.status()
-        return all(p.requests == 0 for p in status.phases) and all(p.free == p.total for p in status.pools)
+        return all(p.requests == 0 for p in status.phases) and all(p.free + p.cached == p.total for p in status.pools)
 
     def wait_idle(self, timeout_s: float) -> float:
         """Seconds until idle; raises AssertionError with the status when that takes too long."""

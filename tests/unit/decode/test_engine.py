@@ -18,6 +18,7 @@ from decode_service.engine import DecodeEngine
 from decode_service.hisparse import HiSparseCoordinator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.metrics import DecodeMetrics
+from decode_service.prefix_cache import PrefixCache
 from decode_service.request import DecodeRequest, Event, FailedEvent, FinishedEvent, ReservedEvent, TokenEvent
 from decode_service.resources import ResourcePools
 from decode_service.staging import StagingPool
@@ -51,7 +52,7 @@ class Rig:
         kernels = cpu_kernels()
         self.model = CountingModel()
         self.host = DeepSeekV4PagedHostPool(CONFIG.layers_of(4), pages, kernels, 1)
-        device = DevicePools.of(CONFIG, pages, slots, 1)
+        device = self.device = DevicePools.of(CONFIG, pages, slots, 1)
         self.hisparse = HiSparseCoordinator(self.host, kernels, slots, CONFIG.index_topk, 1)
         self.staging = StagingPool(CONFIG.layers_of(4), staging_pages, kernels, 1) if staging_pages else None
         self.pools = ResourcePools(self.host, device, self.hisparse.slots, self.staging)
@@ -378,3 +379,76 @@ def test_the_integrity_check_finds_two_requests_with_one_page(rig: Rig):
     clients[0].request.resources = clients[1].request.resources
     with pytest.raises(ValueError, match="pool host_c4: requests name 2 owned pages, 2 are"):
         rig.sound()
+
+
+def with_prefix(**options: Any) -> Rig:
+    rig = Rig(slots=3, **options)
+    rig.pools.prefix = PrefixCache(rig.host.allocator, rig.device.logical, b"seed", keeps_output=True)
+    return rig
+
+
+def cached(rig: Rig) -> int:
+    rig.sound()
+    (use,) = [use for use in rig.pools.use() if use.name == "host_c4"]
+    assert use.used == 0
+    return use.cached
+
+
+@pytest.mark.parametrize("staging_pages", [0, 8])
+def test_a_finished_requests_full_pages_serve_the_next_prompt(staging_pages: int):
+    rig = with_prefix(staging_pages=staging_pages)
+    first = rig.run(rig.request(prompt=600, max_tokens=200), 0)
+    first.wait(FinishedEvent)
+    # 799 tokens were seen: 199 entries, of which the newest is not on the host; 192 fill three pages.
+    assert cached(rig) == 3
+    second = rig.request(prompt=530)
+    rig.engine.submit(second.request)
+    resources = second.wait(ReservedEvent).resources
+    assert second.request.cached_tokens == 512
+    assert list(resources.host_pages[:2]) == list(first.request.resources.host_pages[:2])
+    assert len(resources.staging_pages) == (1 if staging_pages else 0)
+    rig.sound()
+    rig.engine.admit(second.request, SampledToken(3, 0.0))
+    second.wait(FinishedEvent)
+    assert cached(rig) == 3
+    rig.engine.stop(WAIT_S)
+
+
+@pytest.mark.parametrize("end", ["failed step", "failed handover", "quarantine"])
+def test_pages_that_nobody_vouches_for_are_never_kept(end: str):
+    rig = with_prefix()
+    client = rig.request(prompt=600)
+    if end == "failed step":
+
+        def spoil(_tokens: list[int], logits: Tensor) -> None:
+            logits.fill_(torch.nan)
+
+        rig.model.trouble = spoil
+        rig.run(client, 0).wait(FailedEvent)
+    else:
+        rig.engine.submit(client.request)
+        client.wait(ReservedEvent)
+        if end == "quarantine":
+            rig.engine.quarantine(client.request).result(WAIT_S)
+            rig.engine.unquarantine(client.request).result(WAIT_S)
+        else:
+            rig.engine.release(client.request).result(WAIT_S)
+    assert cached(rig) == 0
+    assert rig.idle()
+    rig.engine.stop(WAIT_S)
+
+
+def test_a_client_that_left_while_it_decoded_leaves_good_pages():
+    rig = with_prefix()
+    client = rig.run(rig.request(prompt=600, max_tokens=3000), 0)
+    client.wait(TokenEvent)
+    rig.engine.release(client.request).result(WAIT_S)
+    assert cached(rig) >= 2
+    rig.engine.stop(WAIT_S)
+
+
+def test_one_token_of_a_staged_prompt_keeps_nothing_for_nothing_was_copied():
+    rig = with_prefix(staging_pages=8)
+    rig.run(rig.request(prompt=600, max_tokens=1), 0).wait(FinishedEvent)
+    assert cached(rig) == 0
+    rig.engine.stop(WAIT_S)

@@ -10,6 +10,7 @@ from common.kernels.cpu import cpu_kernels
 from common.kv.handover import Handover
 from common.model.config import ModelConfig
 from common.model.small_checkpoint import small_config
+from common.transfer.digest import digest_of
 from common.transfer.ticket import RegionKind, TransferTicket, kinds_of_ratio
 from decode_service.device_pools import DevicePools
 from decode_service.host_pool import DeepSeekV4PagedHostPool
@@ -97,3 +98,19 @@ def test_a_range_that_comes_again_is_counted_and_one_that_is_not_the_requests_is
     with pytest.raises(ServiceError) as raised:
         check.add([LandedRange(1, RegionKind.C4, 2, 1, b"")])
     assert raised.value.reason is ErrorReason.TRANSFER_FAILED
+
+
+def test_pages_that_were_here_before_must_not_come_and_are_not_waited_for(landed):
+    check, ranges, _ = landed
+    ticket = dataclasses.replace(check.ticket, host_pages=(1,), logical_pages=(0, 3), first_page=1)
+    shared = HandoverCheck(ticket, TOKENS, RATIOS, "prefill")
+    paged = (RegionKind.C4, RegionKind.INDEX, RegionKind.C128)
+    with pytest.raises(ServiceError, match="page 0 was here before, pages come from 1 on"):
+        shared.add([next(r for r in ranges if r.kind in paged and r.first == 0)])
+    shared.add([r for r in ranges if r.kind not in paged or (r.first == 1)])
+    for layer, ratio in RATIOS:
+        if ratio == 128:
+            (both,) = [r for r in ranges if (r.layer, r.kind) == (layer, RegionKind.C128)]
+            one = dataclasses.replace(both, first=1, count=1, digest=b"")
+            shared.add([dataclasses.replace(one, digest=digest_of(shared._pieces(one)))])
+    shared.check_complete()

@@ -1,6 +1,7 @@
 """What leaves the send ring, put where a ticket says, is the request's KV; chunking changes no byte."""
 
 import ctypes
+import dataclasses
 
 import pytest
 import torch
@@ -58,9 +59,14 @@ class Receiver:
         return parts + [state[r.state_slot] for state in self.device.states.values()]
 
 
-def hand_over(model: DeepSeekV4Model, tokens: torch.Tensor, chunk: int, seed: int) -> Receiver:
+def hand_over(model: DeepSeekV4Model, tokens: torch.Tensor, chunk: int, seed: int, there: int = 0) -> Receiver:
+    """`there`: pages that the receiver has already."""
     length = len(tokens)
     receiver = Receiver(length, seed)
+    receiver.ticket = dataclasses.replace(
+        receiver.ticket, host_pages=receiver.ticket.host_pages[there:],
+        logical_pages=receiver.ticket.logical_pages[there:], first_page=there,
+    )  # fmt: skip
     ring, kv = SendRing(16 << 20), SequenceKV(CONFIG, KERNELS)
     check = HandoverCheck(receiver.ticket, length, tuple(enumerate(CONFIG.compress_ratios)), "here")
     for start in range(0, length, chunk):
@@ -92,6 +98,32 @@ def test_chunking_and_page_ids_change_no_byte(model: DeepSeekV4Model, length: in
             assert torch.equal(one, other)
         elif one.dtype != torch.uint8:
             assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_pages_bytes_depend_on_nothing_behind_it(model: DeepSeekV4Model):
+    """What lets one prompt's pages serve every prompt that begins with the same tokens."""
+    tokens = torch.randint(4, 260, (1000,), generator=torch.Generator().manual_seed(1))
+    long = hand_over(model, tokens, 512, seed=1)
+    for length in (256, 257, 300, 515, 700):
+        short = hand_over(model, tokens[:length], 512, seed=2)
+        pages = length // 256
+        mine, theirs = (list(r.resources.logical_pages[:pages]) for r in (short, long))
+        for kind in ("index", "c128"):
+            for layer, buffer in getattr(short.device, kind).items():
+                assert torch.equal(buffer[mine], getattr(long.device, kind)[layer][theirs])
+        mine, theirs = (list(r.resources.host_pages[:pages]) for r in (short, long))
+        for layer, buffer in short.host.buffers.items():
+            assert torch.equal(buffer[mine], long.host.buffers[layer][theirs])
+
+
+@pytest.mark.parametrize("there", [1, 2, 3])
+def test_pages_that_the_receiver_has_are_not_sent_and_their_places_not_touched(model: DeepSeekV4Model, there: int):
+    tokens = torch.randint(4, 260, (777,), generator=torch.Generator().manual_seed(2))
+    whole, part = hand_over(model, tokens, 256, seed=1), hand_over(model, tokens, 256, seed=2, there=there)
+    for one, other in zip(whole.content(), part.content(), strict=True):
+        if one.dtype == torch.uint8 and one.shape[-1] != 149760:
+            assert (other[:there] == 0).all()
+            assert torch.equal(one[there:], other[there:])
 
 
 def test_a_span_is_as_large_as_what_is_put_into_it():

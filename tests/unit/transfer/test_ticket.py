@@ -94,3 +94,29 @@ def test_pieces_hold_whole_items_and_end_where_the_region_does():
     assert tiny.piece_bytes == size
     with pytest.raises(ValueError, match="no multiple of its items'"):
         RegionTable([Region(3, RegionKind.C128, 1000, 7 * size, size, size + 1)])
+
+
+def test_a_ticket_names_only_the_pages_that_are_lacking():
+    for tokens, first, host, logical in [
+        (600, 1, (2, 0), (1, 3)),
+        (515, 2, (), (1,)),
+        (512, 2, (), ()),
+        (600, 2, (3,), (3,)),
+    ]:
+        made = ticket(first_page=first, host_pages=host, logical_pages=logical)
+        made.check(tokens, RATIOS)
+        message = ticket_messages.to_message(made, new_incarnation("decode"))
+        assert ticket_messages.from_message(message).first_page == first
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (1, "host_c4_pages holds 2 pages, a prompt of 512 tokens needs 1 behind page 1"),
+        (3, "first_page is 3"),
+        (-1, "-1"),
+    ],
+)
+def test_lists_that_do_not_begin_with_the_first_lacking_page_are_refused(first: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        ticket(first_page=first).check(512, RATIOS)

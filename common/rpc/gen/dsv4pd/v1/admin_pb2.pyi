@@ -14,20 +14,22 @@ class GetStatusRequest(_message.Message):
     def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("name", "total", "free", "used", "quarantined", "item_bytes")
+    __slots__ = ("name", "total", "free", "used", "quarantined", "item_bytes", "cached")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     ITEM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     name: str
     total: int
     free: int
     used: int
     quarantined: int
     item_bytes: int
-    def __init__(self, name: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., quarantined: _Optional[int] = ..., item_bytes: _Optional[int] = ...) -> None: ...
+    cached: int
+    def __init__(self, name: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., used: _Optional[int] = ..., quarantined: _Optional[int] = ..., item_bytes: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class PhaseCount(_message.Message):
     __slots__ = ("phase", "requests", "tokens")

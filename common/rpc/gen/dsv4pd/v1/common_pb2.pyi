@@ -156,7 +156,7 @@ class Region(_message.Message):
     def __init__(self, layer_id: _Optional[int] = ..., kind: _Optional[_Union[RegionKind, str]] = ..., base: _Optional[int] = ..., bytes: _Optional[int] = ..., item_bytes: _Optional[int] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class TransferTicket(_message.Message):
-    __slots__ = ("session", "receiver", "regions", "host_c4_pages", "logical_pages", "window_slot", "state_slot", "verify")
+    __slots__ = ("session", "receiver", "regions", "host_c4_pages", "logical_pages", "window_slot", "state_slot", "verify", "first_page")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class TransferTicket(_message.Message):
     WINDOW_SLOT_FIELD_NUMBER: _ClassVar[int]
     STATE_SLOT_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     session: str
     receiver: Incarnation
     regions: _containers.RepeatedCompositeFieldContainer[Region]
@@ -173,7 +174,8 @@ class TransferTicket(_message.Message):
     window_slot: int
     state_slot: int
     verify: bool
-    def __init__(self, session: _Optional[str] = ..., receiver: _Optional[_Union[Incarnation, _Mapping]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., host_c4_pages: _Optional[_Iterable[int]] = ..., logical_pages: _Optional[_Iterable[int]] = ..., window_slot: _Optional[int] = ..., state_slot: _Optional[int] = ..., verify: _Optional[bool] = ...) -> None: ...
+    first_page: int
+    def __init__(self, session: _Optional[str] = ..., receiver: _Optional[_Union[Incarnation, _Mapping]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., host_c4_pages: _Optional[_Iterable[int]] = ..., logical_pages: _Optional[_Iterable[int]] = ..., window_slot: _Optional[int] = ..., state_slot: _Optional[int] = ..., verify: _Optional[bool] = ..., first_page: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "logit_bias", "logprobs", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "prompt_logprobs")
