@@ -84,9 +84,12 @@ class DecodeAdmin(AdminBasics):
                 for phase in PHASES
             ],
             counters={
+                "resident_hits": float(counters.resident),
                 "hot_hits": float(counters.hits),
                 "hot_misses": float(counters.misses),
                 "backups": float(counters.backups),
+                "resident_loads": float(counters.loads),
+                "resident_spills": float(counters.spills),
                 "fences": float(self._landings.fences),
                 "quarantine_alarm": float(bool(self._servicer.quarantine_alarm())),
                 "quarantine_oldest_s": self._servicer.quarantine_oldest_s(),

@@ -126,3 +126,4 @@ class PagedDecodeKV:
         """The step is complete in every layer."""
         if self._born is not None:
             self._hisparse.end_births(*self._born)
+        self._hisparse.end_step()

@@ -235,11 +235,9 @@ class DecodeEngine:
     def _step(self, batch: list[DecodeRequest]) -> None:
         begun = time.monotonic()
         try:
-            logits = self._runner.step(
-                [_resources(request) for request in batch],
-                [request.position for request in batch],
-                [request.sampling.generated[-1] for request in batch],
-            )
+            resources, positions = [_resources(r) for r in batch], [r.position for r in batch]
+            self.hisparse.prepare_step(resources, positions)
+            logits = self._runner.step(resources, positions, [r.sampling.generated[-1] for r in batch])
             bad = torch.isnan(logits).any(dim=1).tolist()
             good = [row for row in range(len(batch)) if not bad[row]]
             sampled = sample(logits[good], [batch[row].sampling for row in good])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.kernels.attention import DecodeAttention, PackedRows, top_entries_fixed
-from common.kernels.interface import HostRows, KVKernels
+from common.kernels.interface import KVKernels
 from common.kv.layout import C4_PAGE, C128_PAGE, INDEX_PAGE, WINDOW_PAGE, WINDOW_TOKENS
 from common.kv.quantise import rotate_queries
 from common.model.kv_store import CacheKind
@@ -93,9 +93,8 @@ class FixedPagedKV:
         near = PackedRows(self._device.window[layer], self._window_places, self._window_counts, WINDOW_PAGE)
         far: PackedRows | None = None
         if selected is not None:
-            state = self._hisparse.hot_state(layer)
-            host = HostRows(self._hisparse.host_pages(layer), self._tables.host_pages)
-            places = self._kernels.swap_in(selected, self._tables.hot, self._counts, host, state)
+            tables, state = self._tables, self._hisparse.hot_state(layer)
+            places = self._hisparse.resolve(layer, selected, tables.hot, self._counts, tables.host_pages)
             far = PackedRows(state.pages, places, self._counts, C4_PAGE)
         elif layer in self._device.c128:
             far = PackedRows(self._device.c128[layer], self._c128_places, self._c128_counts, C128_PAGE)
@@ -104,3 +103,4 @@ class FixedPagedKV:
     def end(self) -> None:
         """Behind the last layer: what was born before is on the host now."""
         self._hisparse.end_births_planned(self._births)
+        self._hisparse.end_step()

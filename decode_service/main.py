@@ -11,7 +11,7 @@ import torch
 
 from common.kernels.backend import open_backend
 from common.kv.footprint import Footprint
-from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS
+from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS, logical_page_count
 from common.kv.prefix import chain_seed
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
@@ -110,7 +110,10 @@ async def serve(settings: DecodeSettings) -> None:
     seed = settings.shuffle_allocators if settings.shuffle_allocators >= 0 else None
     host = DeepSeekV4PagedHostPool(config.layers_of(4), settings.host_pages, kernels, seed, not backend.on_host)
     device = DevicePools.of(config, settings.logical_pages, settings.max_requests, seed, backend.device)
-    hisparse = HiSparseCoordinator(host, kernels, settings.max_requests, hot, seed, backend.device)
+    hisparse = HiSparseCoordinator(
+        host, kernels, settings.max_requests, hot, seed, backend.device, settings.resident_pages,
+        logical_page_count(limit),
+    )  # fmt: skip
     staging = None
     if settings.admission == "staged":
         staging = StagingPool(config.layers_of(4), settings.staging_pages, kernels, seed, backend.device)
@@ -120,7 +123,7 @@ async def serve(settings: DecodeSettings) -> None:
         prefix = PrefixCache(host.allocator, device.logical, chain, keeps_output=settings.prefix_cache == "all")
     elif settings.prefix_cache != "off":
         log.warning("prefix cache off: without verify nobody knows what the pages hold")
-    pools = ResourcePools(host, device, hisparse.slots, staging, prefix)
+    pools = ResourcePools(host, device, hisparse.slots, staging, prefix, hisparse.resident.allocator)
     regions = device.regions(host, staging).in_pieces(settings.transfer_register_bytes)
     transfer = EngineSettings(
         settings.transfer_hostname,
@@ -157,6 +160,7 @@ async def serve(settings: DecodeSettings) -> None:
         "window": footprint.window_slot,
         "state": footprint.state_slot,
         "hot": footprint.hot_slot,
+        "resident": footprint.host_page,
         "staging": footprint.host_page if staging is not None else 0,
     }
     admin = DecodeAdmin(
@@ -225,5 +229,5 @@ def _publish(metrics: DecodeMetrics, engine: DecodeEngine) -> None:
     if prefix is not None:
         for what in ("hits", "misses", "hit_pages", "evictions"):
             metrics.prefix.labels(what).set_function(lambda what=what: getattr(prefix.counters, what))
-    for what in ("hits", "misses", "backups"):
+    for what in ("resident", "hits", "misses", "backups", "loads", "spills"):
         metrics.hot.labels(what).set_function(lambda what=what: getattr(engine.hisparse.counters, what))

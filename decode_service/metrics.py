@@ -55,7 +55,13 @@ class DecodeMetrics:
             ["what"],
             registry=r,
         )
-        self.hot = Gauge("dsv4pd_decode_hot_rows", "Rows since start: hits, misses, backups.", ["what"], registry=r)
+        self.hot = Gauge(
+            "dsv4pd_decode_hot_rows",
+            "Since start, selected C4 rows: resident, hits (hot buffer), misses (swapped in); backups (rows); "
+            "loads and spills (resident pages over all layers).",
+            ["what"],
+            registry=r,
+        )
 
     def counts(self) -> dict[str, float]:
         """Deadlines that passed and messages that were ignored, for GetStatus."""

@@ -55,9 +55,10 @@ class ResourcePools:
         hot_slots: PageAllocator,
         staging: StagingPool | None = None,
         prefix: PrefixCache | None = None,
+        resident: PageAllocator | None = None,
     ) -> None:
         """With `staging`, prompts land there and admission is staged; with `prefix`, full pages of finished requests
-        are kept for others."""
+        are kept for others. `resident`: HiSparse's pages, for `use` alone."""
         self.prefix = prefix
         self._host = host.allocator
         self._device = device
@@ -66,6 +67,8 @@ class ResourcePools:
         self._allocators = [self._host, device.logical, device.window_slots, device.state_slots, hot_slots]
         if self._staging is not None:
             self._allocators.append(self._staging)
+        # Nothing of it is reserved: HiSparse shares it out.
+        self._shared_out = [resident] if resident is not None and resident.total else []
 
     def fits_ever(self, tokens: int, prompt_tokens: int = 0) -> bool:
         """Whether a request of `tokens` tokens in all, `prompt_tokens` of them its prompt, fits empty pools."""
@@ -161,7 +164,7 @@ class ResourcePools:
     def use(self) -> list[PoolUse]:
         return [
             PoolUse(a.name, a.total, a.free, a.used, a.quarantined, a.cached if isinstance(a, ExtentAllocator) else 0)
-            for a in self._allocators
+            for a in [*self._allocators, *self._shared_out]
         ]
 
     def fragmentation(self) -> dict[str, Fragmentation]:

@@ -36,6 +36,9 @@ class DecodeSettings(WorkerSettings):
         1024, description="with staged admission, device pages (256 tokens each) for prompts"
     )
     hot_entries: int = Field(0, ge=0, description="hot buffer rows of a request and C4 layer; 0 = 4 x index_topk")
+    resident_pages: int = Field(
+        1024, ge=0, description="device pages (256 tokens each) for C4 rows of requests longer than the hot buffer"
+    )
     max_context_tokens: int = Field(0, ge=0, description="longest prompt + output; 0 = what model and pools allow")
     max_queued: Positive = Field(256, description="requests that may wait for memory; more get RESOURCE_EXHAUSTED")
     max_overtakes: int = Field(

@@ -37,19 +37,21 @@ def nano() -> DeepSeekV4Model:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("hot_entries", [64, 4096])
-def test_recall_200_passes_the_gate(tmp_path: Path, hot_entries: int):
+@pytest.mark.parametrize(("hot_entries", "resident_pages"), [(64, 0), (64, 20), (64, 1024), (4096, 0)])
+def test_recall_200_passes_the_gate(tmp_path: Path, hot_entries: int, resident_pages: int):
     tokenizer = load_tokenizer(NANO, ModelConfig.from_file(NANO))
     rng = random.Random(1)
     asked = [make_question(rng, 1300) for _ in range(200)]
-    flags = (*CUDA, "--hot-entries", str(hot_entries))
+    flags = (*CUDA, "--hot-entries", str(hot_entries), "--resident-pages", str(resident_pages))
     cluster = Cluster(NANO, tmp_path, prefill_flags=CUDA, decode_flags=flags).start()
     answers = cluster.generate_together([tokenizer.encode(q.prompt) for q in asked], at_once=8, max_tokens=5)
     cluster.wait_idle(5)
-    assert (cluster.decode.status().counters["hot_misses"] > 0) == (hot_entries == 64)
+    counters = cluster.decode.status().counters
+    assert (counters["hot_misses"] > 0) == (hot_entries == 64 and resident_pages < 1024)
+    assert (counters["resident_hits"] > 0) == (resident_pages > 0)
     assert cluster.stop() == [0, 0]
     right = sum(decode(tokenizer, a.tokens).strip() == q.answer for a, q in zip(answers, asked, strict=True))
-    print(f"recall {right}/200 with {hot_entries} hot entries")
+    print(f"recall {right}/200 with {hot_entries} hot entries, {resident_pages} resident pages")
     assert right / 200 >= 0.93
 
 
@@ -57,7 +59,7 @@ def test_recall_200_passes_the_gate(tmp_path: Path, hot_entries: int):
 def test_greedy_tokens_are_the_cpus_but_for_near_ties(tmp_path: Path, nano: DeepSeekV4Model):
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(4, 260, (length,), generator=generator).tolist() for length in SWEEP]
-    flags = (*CUDA, "--hot-entries", "64")
+    flags = (*CUDA, "--hot-entries", "64", "--resident-pages", "20")
     cluster = Cluster(NANO, tmp_path, prefill_flags=CUDA, decode_flags=flags).start()
     answers = cluster.generate_together(prompts, at_once=8, max_tokens=12)
     assert cluster.stop() == [0, 0]

@@ -28,11 +28,27 @@ def references(model: DeepSeekV4Model) -> dict[int, list[int]]:
     return {length: generate(model, prompt(length), OUTPUT, chunk_tokens=512, stop_at_eos=False) for length in SWEEP}
 
 
-@pytest.fixture(scope="module", params=["64", "512"], ids=["smallest-hot-buffer", "all-resident"])
+HOMES = {
+    "smallest-hot-buffer": ("--hot-entries", "64", "--resident-pages", "0"),
+    "three-homes": ("--hot-entries", "64", "--resident-pages", "6"),
+    "all-resident": ("--hot-entries", "64", "--resident-pages", "1024"),
+    "all-hot": ("--hot-entries", "512"),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "smallest-hot-buffer",
+        "three-homes",
+        pytest.param("all-resident", marks=pytest.mark.slow),
+        pytest.param("all-hot", marks=pytest.mark.slow),
+    ],
+)
 def cluster(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    made = Cluster(checkpoint, tmp_path_factory.mktemp("pair"), decode_flags=("--hot-entries", request.param)).start()
+    made = Cluster(checkpoint, tmp_path_factory.mktemp("pair"), decode_flags=HOMES[request.param]).start()
     yield made
     assert made.stop() == [0, 0]
 
@@ -49,13 +65,20 @@ def test_greedy_text_equals_a_monolithic_run_at_every_length_eight_at_once(
     cluster.wait_idle(2)
 
 
-def test_the_hot_buffer_misses_only_where_it_is_small(cluster: Cluster):
-    cluster.generate("hot", prompt(1000), max_tokens=24)
+def test_rows_are_found_where_there_is_room_for_them(cluster: Cluster):
+    cluster.generate_together([prompt(1000, seed) for seed in range(4)], at_once=4, max_tokens=24)
     status = cluster.decode.status()
-    smallest = "64" in cluster.decode_flags
+    (home,) = [name for name, flags in HOMES.items() if flags == cluster.decode_flags]
+    assert (status.counters["hot_misses"] > 0) == (home in ("smallest-hot-buffer", "three-homes"))
+    assert (status.counters["resident_hits"] > 0) == (home in ("three-homes", "all-resident"))
+    assert (status.counters["resident_spills"] > 0) == (home == "three-homes")
     assert status.counters["hot_hits"] > 0
-    assert (status.counters["hot_misses"] > 0) == smallest
     assert status.counters["backups"] > 0
+    pools = {pool.name: pool for pool in status.pools}
+    assert pools["hot"].free == pools["hot"].total
+    if home != "smallest-hot-buffer":
+        assert pools["resident"].free == pools["resident"].total
+        assert pools["resident"].item_bytes == pools["host_c4"].item_bytes
 
 
 def test_decoding_over_page_borders_equals_a_monolithic_run(cluster: Cluster, model: DeepSeekV4Model):

@@ -23,7 +23,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(4, 260, (length,), generator=generator).tolist()
 
 
-@pytest.fixture(scope="module", params=["direct prompt", "staged prompt", "direct all"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "direct prompt",
+        pytest.param("staged prompt", marks=pytest.mark.slow),
+        pytest.param("direct all", marks=pytest.mark.slow),
+    ],
+)
 def cluster(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:

@@ -50,12 +50,14 @@ def text(tokens: list[int]) -> str:
     return decode(load_tokenizer(NANO, ModelConfig.from_file(NANO)), tokens)
 
 
-def recall(folder: Path, hot_entries: int, asked: list[RecallQuestion]) -> list[str]:
-    cluster = Cluster(NANO, folder, decode_flags=("--hot-entries", str(hot_entries))).start()
+def recall(folder: Path, resident_pages: int, asked: list[RecallQuestion]) -> list[str]:
+    """With the smallest hot buffer."""
+    flags = ("--hot-entries", "64", "--resident-pages", str(resident_pages))
+    cluster = Cluster(NANO, folder, decode_flags=flags).start()
     answers = cluster.generate_together([encode(q.prompt) for q in asked], at_once=8, max_tokens=OUTPUT)
     cluster.wait_idle(2)
     misses = cluster.decode.status().counters["hot_misses"]
-    assert (misses > 0) == (hot_entries == 64)
+    assert (misses > 0) == (resident_pages == 0)
     assert cluster.stop() == [0, 0]
     return [text(a.tokens) for a in answers]
 
@@ -63,7 +65,7 @@ def recall(folder: Path, hot_entries: int, asked: list[RecallQuestion]) -> list[
 @pytest.mark.system
 def test_recall_20_through_the_pair_with_the_smallest_hot_buffer(tmp_path: Path, nano: DeepSeekV4Model):
     asked = questions(20)
-    answers = recall(tmp_path, 64, asked)
+    answers = recall(tmp_path, 0, asked)
     assert sum(a == q.answer + "\n" for a, q in zip(answers, asked, strict=True)) >= 19
     assert answers[:6] == [text(generate(nano, encode(q.prompt), OUTPUT, 512, stop_at_eos=False)) for q in asked[:6]]
 
@@ -87,7 +89,7 @@ def test_recall_through_chat_streamed_and_at_once(tmp_path: Path):
 @pytest.mark.timeout(1500)
 def test_recall_200_agrees_between_smallest_resident_and_monolithic(tmp_path: Path, nano: DeepSeekV4Model):
     asked = questions(200, 800, seed=1)
-    smallest, resident = recall(tmp_path / "a", 64, asked), recall(tmp_path / "b", 512, asked)
+    smallest, resident = recall(tmp_path / "a", 0, asked), recall(tmp_path / "b", 1024, asked)
     alone = [text(generate(nano, encode(q.prompt), OUTPUT, 512, stop_at_eos=False)) for q in asked]
     right = sum(a.strip() == q.answer for a, q in zip(smallest, asked, strict=True))
     assert right / 200 >= 0.93
@@ -100,7 +102,7 @@ def test_recall_200_agrees_between_smallest_resident_and_monolithic(tmp_path: Pa
 @pytest.mark.parametrize("characters", [4000, 8000])
 def test_long_contexts_are_recalled_through_the_pair(tmp_path: Path, characters: int):
     asked = questions(12, characters, seed=2)
-    answers = recall(tmp_path, 64, asked)
+    answers = recall(tmp_path, 0, asked)
     assert sum(a.strip() == q.answer for a, q in zip(answers, asked, strict=True)) >= 11
 
 

@@ -17,7 +17,7 @@ LENGTHS = (1, 3, 4, 5, 255, 256, 257, 513, 1000)
 def test_text_equals_a_monolithic_run_and_staging_pages_come_back(
     checkpoint: Path, tmp_path: Path, model: DeepSeekV4Model
 ):
-    flags = ("--admission", "staged", "--staging-pages", "8", "--hot-entries", "64")
+    flags = ("--admission", "staged", "--staging-pages", "8", "--hot-entries", "64", "--resident-pages", "2")
     cluster = Cluster(checkpoint, tmp_path, decode_flags=flags).start()
     answers = cluster.generate_together([prompt(length) for length in LENGTHS], at_once=6, max_tokens=12)
     for length, answer in zip(LENGTHS, answers, strict=True):

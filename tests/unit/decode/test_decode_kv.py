@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from common.kernels.cpu import cpu_kernels
+from common.kernels.page_views import data_words, scale_bytes
 from common.kv.layout import C4_PAGE, C128_PAGE, INDEX_PAGE, WINDOW_PAGE
 from common.kv.quantise import quantise_rows
 from common.model.config import ModelConfig
@@ -26,14 +27,14 @@ D = 8
 class Pair:
     """The same sequences in both stores, fed the same random rows."""
 
-    def __init__(self, lengths: list[int], steps: int, hot_entries: int, seed: int) -> None:
+    def __init__(self, lengths: list[int], steps: int, hot_entries: int, seed: int, resident: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.host = DeepSeekV4PagedHostPool(CONFIG.layers_of(4), 40, KERNELS, seed)
         self.device = DevicePools.of(CONFIG, 40, 6, seed)
         # Whatever earlier requests left behind must not show.
         for buffer in (*self.host.buffers.values(), *self.device.index.values(), *self.device.c128.values()):
             buffer.random_(0, 100, generator=self.generator)
-        self.hisparse = HiSparseCoordinator(self.host, KERNELS, 6, hot_entries, seed)
+        self.hisparse = HiSparseCoordinator(self.host, KERNELS, 6, hot_entries, seed, resident_pages=resident)
         self.pools = ResourcePools(self.host, self.device, self.hisparse.slots)
         self.resources: list[RequestResources] = []
         self.local = [LocalSequence(CONFIG) for _ in lengths]
@@ -85,6 +86,7 @@ class Pair:
 
     def step(self) -> None:
         """One decode step in both stores, comparing all that the model would read."""
+        self.hisparse.prepare_step(self.resources, self.batch.positions.tolist())
         kv = PagedDecodeKV(self.tables, self.batch.positions, self.device, self.hisparse, KERNELS)
         count = len(self.local)
         for layer, ratio in enumerate(CONFIG.compress_ratios):
@@ -141,6 +143,56 @@ def test_a_batch_of_unequal_lengths_over_page_borders(hot_entries: int):
     counters = pair.hisparse.counters
     assert counters.hits > 0
     assert (counters.misses > 0) == (hot_entries < 129)
+
+
+@pytest.mark.parametrize("resident", [1, 3, 40])
+@pytest.mark.parametrize("length", [*BORDERS[::3], 127, 255, 256, 259, 511])
+def test_every_border_with_some_pages_resident(length: int, resident: int):
+    pair = Pair([length], 24, D, seed=length, resident=resident)
+    for _ in range(22):
+        pair.step()
+    counters = pair.hisparse.counters
+    assert counters.spills == 0
+    if resident == 40 and length // 4 > D:
+        assert counters.resident > 0
+        assert counters.hits == counters.misses == 0
+
+
+@pytest.mark.parametrize("resident", [1, 7, 40])
+def test_a_batch_shares_the_resident_pages(resident: int):
+    pair = Pair([1020, 701, 490, 250, 33], 70, D, seed=resident, resident=resident)
+    for _ in range(64):
+        pair.step()
+        check_resident_bytes(pair)
+    counters = pair.hisparse.counters
+    assert counters.resident > 0
+    assert counters.misses > 0
+    assert (counters.spills > 0) == (resident == 7)
+    slots = [resources.hot_slot for resources in pair.resources[:4]]
+    held = [len(pair.hisparse.resident.pages_of(slot)) for slot in slots]
+    if resident < 12:
+        assert sum(held) == resident
+        assert max(held) - min(held) <= 1
+    for slot in slots:
+        pair.hisparse.release(slot)
+    assert pair.hisparse.resident.allocator.free == resident
+    pair.hisparse.check_integrity([], [])
+
+
+def check_resident_bytes(pair: "Pair") -> None:
+    """Of every resident row that the host has too: the same bytes in both."""
+    for resources, position in zip(pair.resources, pair.batch.positions.tolist(), strict=True):
+        for page, resident in pair.hisparse.resident.pages_of(resources.hot_slot).items():
+            entries = torch.arange(page * 64, min((page + 1) * 64, position // 4 - 1))
+            if not len(entries):
+                continue
+            for layer, host in pair.host.buffers.items():
+                theirs = resources.host_pages[page] * 64 + entries % 64
+                mine = pair.hisparse.resident_row(resident) + entries % 64
+                hot = pair.hisparse.hot_state(layer).pages
+                for view in (data_words, scale_bytes):
+                    left, right = view(hot, C4_PAGE).flatten(0, 1)[mine], view(host, C4_PAGE).flatten(0, 1)[theirs]
+                    assert torch.equal(left, right), (layer, page)
 
 
 @pytest.mark.parametrize("length", [4 * D + rest for rest in range(12)])

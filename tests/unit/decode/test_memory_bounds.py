@@ -96,15 +96,15 @@ def test_fixed_shapes_agree_with_op_by_op_decoding_past_4096_tokens():
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(4, 260, (n,), generator=generator).tolist() for n in (4092, 9)]
     kernels, steps = cpu_kernels(), 10
-    eager, fixed = (Side(model, prompts, steps, 21, seed) for seed in (1, 2))
+    eager, fixed = (Side(model, prompts, steps, 21, seed, 4) for seed in (1, 2))
     left = EagerRunner(model, kernels, eager.device, eager.hisparse)
     right = FixedRunner(model, kernels, TorchDecodeAttention(kernels), fixed.device, fixed.hisparse, 20)
     assert eager.tokens == fixed.tokens
     tokens = eager.tokens
     for step in range(steps):
         positions = [len(prompt) + step for prompt in prompts]
-        expected = left.step(eager.resources, positions, tokens)
-        found = right.step(fixed.resources, positions, tokens)
+        expected = eager.step(left, [0, 1], positions, tokens)
+        found = fixed.step(right, [0, 1], positions, tokens)
         assert torch.allclose(found, expected, atol=5e-3, rtol=0), step
         tokens = expected.argmax(1).tolist()
 
