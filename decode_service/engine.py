@@ -169,10 +169,15 @@ class DecodeEngine:
 
     def _loop(self) -> None:
         while not self._stopping:
-            self._take_commands(0.0 if self._running else IDLE_WAIT_S)
-            self._reserve_waiting()
-            if self._running:
-                self._step(self._running[: self._max_batch])
+            self.turn(0.0 if self._running else IDLE_WAIT_S)
+
+    def turn(self, wait_s: float = 0.0) -> None:
+        """What the engine's thread does over and over (tests call it in its place): obeys commands, waiting at most
+        `wait_s` for the first, gives out memory, decodes one step."""
+        self._take_commands(wait_s)
+        self._reserve_waiting()
+        if self._running:
+            self._step(self._running[: self._max_batch])
 
     def _take_commands(self, wait_s: float) -> None:
         try:
@@ -204,7 +209,7 @@ class DecodeEngine:
         return True
 
     def _admit(self, request: DecodeRequest, first_token: SampledToken) -> None:
-        if request.phase != "prefilling" or request.resources is None:
+        if request.phase != "prefilling" or request.resources is None or request.aborted:
             self._metrics.late_events.inc()
             return
         request.phase = "running"
@@ -273,7 +278,8 @@ class DecodeEngine:
         finished = FinishedEvent("abort", None, 0)
         if request.phase == "running":
             self._finish(request, finished)
-        elif request.phase in ("queued", "prefilling"):
+        elif request.phase in ("queued", "prefilling") and not request.aborted:
+            request.aborted = True
             request.emit(finished)
 
     def _leave_batch(self, request: DecodeRequest) -> None:

@@ -65,6 +65,8 @@ class DecodeRequest:
         # The Mooncake session that its writer was given.
         self.session = ""
         self.prefill_answered = False
+        # The client was told; whoever serves it gives the memory back, and nothing else happens to it.
+        self.aborted = False
         # Names of its full pages, see common.kv.prefix; empty where nothing is cached.
         self.chain = b""
         # The client has its answer; the id may be used again even if memory is still being given back.

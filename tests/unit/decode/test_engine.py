@@ -47,15 +47,19 @@ class CountingModel:
 class Rig:
     def __init__(
         self, pages: int = 16, slots: int = 8, max_batch: int = 4, max_queued: int = 4, staging_pages: int = 0,
-        max_overtakes: int = 0,
+        max_overtakes: int = 0, resident_pages: int = 0, start: bool = True,
     ) -> None:  # fmt: skip
         kernels = cpu_kernels()
         self.model = CountingModel()
         self.host = DeepSeekV4PagedHostPool(CONFIG.layers_of(4), pages, kernels, 1)
         device = self.device = DevicePools.of(CONFIG, pages, slots, 1)
-        self.hisparse = HiSparseCoordinator(self.host, kernels, slots, CONFIG.index_topk, 1)
+        self.hisparse = HiSparseCoordinator(
+            self.host, kernels, slots, CONFIG.index_topk, 1, resident_pages=resident_pages
+        )
         self.staging = StagingPool(CONFIG.layers_of(4), staging_pages, kernels, 1) if staging_pages else None
-        self.pools = ResourcePools(self.host, device, self.hisparse.slots, self.staging)
+        self.pools = ResourcePools(
+            self.host, device, self.hisparse.slots, self.staging, resident=self.hisparse.resident.allocator
+        )
         self.metrics = DecodeMetrics()
         model: Any = self.model
         staged = (self.staging, self.host) if self.staging is not None else None
@@ -63,7 +67,8 @@ class Rig:
             model, kernels, device, self.hisparse, self.pools, self.metrics, max_batch, max_queued, 4096, staged,
             max_overtakes,
         )  # fmt: skip
-        self.engine.start()
+        if start:
+            self.engine.start()
         self.made = 0
 
     def request(self, prompt: int = 8, **sampling: Any) -> "Client":
@@ -291,6 +296,20 @@ def test_a_full_queue_refuses_with_a_hint():
     rig.engine.stop(WAIT_S)
 
 
+def test_an_aborted_request_is_told_once_and_never_runs(rig: Rig):
+    client = rig.request()
+    rig.engine.submit(client.request)
+    client.wait(ReservedEvent)
+    rig.engine.abort(client.request)
+    rig.engine.abort(client.request)
+    rig.engine.admit(client.request, SampledToken(3, 0.0))
+    rig.sound()
+    assert [type(event) for event in client.events] == [ReservedEvent, FinishedEvent]
+    assert client.request.phase == "prefilling"
+    rig.engine.release(client.request).result(WAIT_S)
+    assert rig.idle()
+
+
 def test_short_requests_pass_a_long_one_that_does_not_fit_yet_and_it_gets_its_turn():
     rig = Rig(pages=16, max_queued=16, max_overtakes=3)
     holder = rig.request(prompt=2000)
@@ -382,7 +401,7 @@ def test_the_integrity_check_finds_two_requests_with_one_page(rig: Rig):
 
 
 def with_prefix(**options: Any) -> Rig:
-    rig = Rig(slots=3, **options)
+    rig = Rig(**{"slots": 3} | options)
     rig.pools.prefix = PrefixCache(rig.host.allocator, rig.device.logical, b"seed", keeps_output=True)
     return rig
 
