@@ -6,6 +6,7 @@ write straight into these buffers, which are registered once.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,9 +37,18 @@ class DeepSeekV4PagedHostPool:
     ) -> None:  # fmt: skip
         """`page_locked`: memory that a GPU reads and writes in place; raises RuntimeError where it can't be had."""
         self.allocator = ExtentAllocator("host_c4", pages, shuffle_seed)
-        self.buffers: dict[int, Tensor] = {
-            layer: torch.zeros(pages, C4_PAGE.page_bytes, dtype=torch.uint8, pin_memory=page_locked) for layer in layers
-        }
+        try:
+            self.buffers: dict[int, Tensor] = {
+                layer: torch.zeros(pages, C4_PAGE.page_bytes, dtype=torch.uint8, pin_memory=page_locked)
+                for layer in layers
+            }
+        except RuntimeError as error:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            raise RuntimeError(
+                f"{pages} host pages ({pages * C4_PAGE.page_bytes * len(layers)} bytes) can't be "
+                f"{'page-locked' if page_locked else 'had'} ({error}); the memlock limit is "
+                f"{'unlimited' if limit == resource.RLIM_INFINITY else limit}"
+            ) from error
         self._kernels = kernels
 
     @property

@@ -13,6 +13,7 @@ from common.kernels.backend import open_backend
 from common.kv.footprint import Footprint
 from common.kv.layout import C4_PAGE, LOGICAL_PAGE_TOKENS, logical_page_count
 from common.kv.prefix import chain_seed
+from common.kv.sizing import PoolSizes
 from common.logging import configure_logging
 from common.model.checkpoint import CheckpointError, load_weights
 from common.model.config import ConfigError, ModelConfig
@@ -39,6 +40,7 @@ from decode_service.hisparse import HiSparseCoordinator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
 from decode_service.landings import Landings
 from decode_service.metrics import DecodeMetrics
+from decode_service.pool_sizing import UNLIMITED, FreeMemory, check_limits, describe, pool_sizes
 from decode_service.prefix_cache import PrefixCache
 from decode_service.resources import ResourcePools
 from decode_service.server import DecodeServicer
@@ -66,15 +68,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def max_context(settings: DecodeSettings, config: ModelConfig) -> int:
+def max_context(settings: DecodeSettings, config: ModelConfig, sizes: PoolSizes) -> int:
     """The longest prompt + output served. Raises SettingsError when more is asked than model or pools allow."""
-    pages = min(settings.host_pages, settings.logical_pages)
-    most = min(config.max_positions, pages * LOGICAL_PAGE_TOKENS)
+    most = min(config.max_positions, sizes.most_tokens())
     if settings.max_context_tokens > most:
         raise SettingsError(
             f"max_context_tokens = {settings.max_context_tokens}, but the model has {config.max_positions} positions "
-            f"and host_pages = {settings.host_pages}, logical_pages = {settings.logical_pages} hold "
-            f"{pages * LOGICAL_PAGE_TOKENS} tokens"
+            f"and host_pages = {sizes.host_pages}, logical_pages = {sizes.logical_pages} hold "
+            f"{sizes.most_tokens()} tokens"
         )
     return settings.max_context_tokens or most
 
@@ -98,25 +99,33 @@ async def serve(settings: DecodeSettings) -> None:
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     keep_freed_memory()
     config = ModelConfig.from_file(settings.model)
-    limit, hot = max_context(settings, config), hot_entries(settings, config)
+    hot = hot_entries(settings, config)
+    footprint = Footprint.of(config.compress_ratios, hot)
+    # What is refused whatever memory there is, is refused before the weights are loaded.
+    max_context(settings, config, pool_sizes(settings, config, footprint, UNLIMITED))
     tokenizer = load_tokenizer(settings.model, config)
     layout = HandoverLayout.of(config, model_hash(settings.model), tokenizer.hash)
     backend = open_backend(settings.device)
     kernels = backend.kernels
     model = DeepSeekV4Model(config, load_weights(settings.model, config), backend.device)
+    memory = FreeMemory.read(backend)
+    sizes = pool_sizes(settings, config, footprint, memory)
+    limit = max_context(settings, config, sizes)
+    check_limits(settings, footprint, sizes, memory)
+    log.info("pools sized", **describe(sizes, limit))
     incarnation = new_incarnation("decode")
     registration = Registration(settings, incarnation, tls)
     metrics = DecodeMetrics()
     seed = settings.shuffle_allocators if settings.shuffle_allocators >= 0 else None
-    host = DeepSeekV4PagedHostPool(config.layers_of(4), settings.host_pages, kernels, seed, not backend.on_host)
-    device = DevicePools.of(config, settings.logical_pages, settings.max_requests, seed, backend.device)
+    host = DeepSeekV4PagedHostPool(config.layers_of(4), sizes.host_pages, kernels, seed, not backend.on_host)
+    device = DevicePools.of(config, sizes.logical_pages, sizes.requests, seed, backend.device)
     hisparse = HiSparseCoordinator(
-        host, kernels, settings.max_requests, hot, seed, backend.device, settings.resident_pages,
+        host, kernels, sizes.requests, hot, seed, backend.device, sizes.resident_pages,
         logical_page_count(limit),
     )  # fmt: skip
     staging = None
-    if settings.admission == "staged":
-        staging = StagingPool(config.layers_of(4), settings.staging_pages, kernels, seed, backend.device)
+    if sizes.staging_pages:
+        staging = StagingPool(config.layers_of(4), sizes.staging_pages, kernels, seed, backend.device)
     prefix = None
     if settings.prefix_cache != "off" and settings.verify:
         chain = chain_seed(layout.model_hash, layout.tokenizer_hash)
@@ -153,13 +162,12 @@ async def serve(settings: DecodeSettings) -> None:
     landed = LandedMemory([*device.buffers(), *(staging.buffers.values() if staging is not None else ())])
     servicer = DecodeServicer(settings, config, layout, incarnation, engine, regions, landings, metrics, landed, tls)
     worker = secured(settings, SERVICES, tls, RequestScope({METHOD: GenerateSpans}, traced=tracing.enabled))
-    footprint = Footprint.of(config.compress_ratios, hot)
     item_bytes = {
         "host_c4": footprint.host_page,
         "logical": footprint.logical_page,
         "window": footprint.window_slot,
         "state": footprint.state_slot,
-        "hot": footprint.hot_slot,
+        "hot": footprint.hot_slot + footprint.hot_table,
         "resident": footprint.host_page,
         "staging": footprint.host_page if staging is not None else 0,
     }
@@ -193,8 +201,8 @@ async def serve(settings: DecodeSettings) -> None:
         incarnation=incarnation.id,
         max_context_tokens=limit,
         hot_entries=hot,
-        host_tokens=settings.host_pages * C4_PAGE.rows * 4,
-        device_tokens=settings.logical_pages * LOGICAL_PAGE_TOKENS,
+        host_tokens=sizes.host_pages * C4_PAGE.rows * 4,
+        device_tokens=sizes.logical_pages * LOGICAL_PAGE_TOKENS,
         pool_bytes={use.name: use.total * item_bytes[use.name] for use in pools.use()},
     )
     await stop.wait()

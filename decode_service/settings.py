@@ -5,11 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from common.config import Port, Seconds, WorkerSettings
+from common.quantities import parse_bytes
+
+AUTO = "auto"
+
+
+def _budget(text: str) -> str:
+    """Raises ValueError unless it is "auto" or a size."""
+    if text != AUTO and parse_bytes(text) == 0:
+        raise ValueError("a budget of no bytes holds no request")
+    return text
+
 
 Positive = Annotated[int, Field(gt=0)]
+KVBudget = Annotated[str, AfterValidator(_budget)]
 
 
 class DecodeSettings(WorkerSettings):
@@ -25,9 +37,24 @@ class DecodeSettings(WorkerSettings):
     threads: int = Field(0, ge=0, description="CPU threads for computing; 0 = all cores")
     prefill_address: str = Field("", description="host:port of prefill for requests that name none")
 
-    host_pages: Positive = Field(4096, description="host C4 pages (256 tokens each) in page-locked memory")
-    logical_pages: Positive = Field(4096, description="device pages (256 tokens each): index keys and C128 rows")
-    max_requests: Positive = Field(64, description="requests with memory at a time: hot, window and state slots")
+    host_kv_budget: KVBudget = Field(
+        AUTO, description="bytes of the host pool, such as 512GiB; auto: from free memory and cgroup limits"
+    )
+    device_kv_budget: KVBudget = Field(
+        AUTO, description="bytes of all pools on the device, such as 64GiB; auto: from what is free beside the weights"
+    )
+    host_pages: Positive | None = Field(
+        None, description="host C4 pages (256 tokens each), page-locked with a GPU; not set: as host_kv_budget allows"
+    )
+    logical_pages: Positive | None = Field(
+        None,
+        description="device pages (256 tokens each): index keys and C128 rows; not set: as device_kv_budget allows",
+    )
+    max_requests: Positive | None = Field(
+        None,
+        description="requests with memory at a time: hot, window and state slots; not set: 64, or fewer so that they "
+        "take at most half of device_kv_budget",
+    )
     max_batch: Positive = Field(32, description="requests decoded in one step")
     admission: Literal["direct", "staged"] = Field(
         "direct", description="C4 pages land in the host pool at once, or in device pages that are copied there"
@@ -36,8 +63,11 @@ class DecodeSettings(WorkerSettings):
         1024, description="with staged admission, device pages (256 tokens each) for prompts"
     )
     hot_entries: int = Field(0, ge=0, description="hot buffer rows of a request and C4 layer; 0 = 4 x index_topk")
-    resident_pages: int = Field(
-        1024, ge=0, description="device pages (256 tokens each) for C4 rows of requests longer than the hot buffer"
+    resident_pages: int | None = Field(
+        None,
+        ge=0,
+        description="device pages (256 tokens each) for C4 rows of requests longer than the hot buffer; not set: what "
+        "device_kv_budget leaves",
     )
     max_context_tokens: int = Field(0, ge=0, description="longest prompt + output; 0 = what model and pools allow")
     max_queued: Positive = Field(256, description="requests that may wait for memory; more get RESOURCE_EXHAUSTED")

@@ -11,20 +11,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from common.cli.quantities import parse_bytes, parse_tokens, show_bytes, show_tokens
 from common.kv.footprint import Footprint
+from common.kv.sizing import DEVICE_RESERVE_BYTES, HOST_RESERVE_BYTES, free_budget, lengths_up_to
 from common.model.config import ConfigError, ModelConfig
 from common.model.plan import plan_model, rank_bytes
 from common.model.public_configs import FLASH, PRO
+from common.quantities import parse_bytes, parse_tokens, show_bytes, show_tokens
 
 # Memory of GPUs that people have, in bytes.
 GPUS = {"h100": 80 << 30, "h200": 141 * 10**9, "b200": 180 * 10**9, "a100": 80 << 30, "l40s": 48 << 30}
 PUBLIC = {"flash": FLASH, "pro": PRO}
 RANKS = (1, 2, 4, 8, 16)
-# Activations, graphs, kernels and the allocator's slack.
-DEVICE_RESERVE_BYTES = 6 << 30
-HOST_RESERVE_BYTES = 16 << 30
-LENGTHS = (8192, 32768, 131072, 262144, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -57,24 +54,23 @@ def make_plan(
 ) -> Plan:
     """Raises ValueError when the weights alone don't fit the device."""
     weights = rank_bytes(config, ranks)
-    device_budget = device_memory - weights - DEVICE_RESERVE_BYTES
+    device_budget = free_budget(device_memory, device_memory - weights, DEVICE_RESERVE_BYTES)
     if device_budget <= 0:
         raise ValueError(
             f"{name}: weights of one of {ranks} ranks are {show_bytes(weights)}; with a reserve of "
-            f"{show_bytes(DEVICE_RESERVE_BYTES)} they don't fit {show_bytes(device_memory)}"
+            f"{show_bytes(min(DEVICE_RESERVE_BYTES, device_memory // 4))} they don't fit {show_bytes(device_memory)}"
         )
-    host_budget = max(0, host_memory - HOST_RESERVE_BYTES)
+    host_budget = free_budget(host_memory, host_memory, HOST_RESERVE_BYTES)
     footprint = Footprint.of(config.compress_ratios, hot_entries)
-    lengths = sorted({n for n in LENGTHS if n < tokens} | {tokens})
     fits = tuple(
         Fit(
             n,
             footprint.most_requests(n, host_budget, device_budget),
-            device_budget // footprint.resident_bytes(n),
+            footprint.most_resident(n, device_budget),
             footprint.host_bytes(n),
             footprint.device_bytes(n),
         )
-        for n in lengths
+        for n in lengths_up_to(tokens)
     )
     by_ranks = {count: rank_bytes(config, count) for count in RANKS}
     return Plan(name, ranks, weights, by_ranks, footprint, host_budget, device_budget, fits)

@@ -6,13 +6,13 @@ import pytest
 from typer.testing import CliRunner
 
 from common.cli.main import app
-from common.cli.quantities import parse_bytes, parse_tokens, show_bytes, show_tokens
 from common.kernels.cpu import cpu_kernels
 from common.kv.footprint import Footprint
 from common.model.config import ModelConfig
 from common.model.plan import plan_model, rank_bytes
 from common.model.public_configs import FLASH, PRO
 from common.model.small_checkpoint import small_config
+from common.quantities import parse_bytes, parse_tokens, show_bytes, show_tokens
 from decode_service.device_pools import DevicePools
 from decode_service.hisparse import HiSparseCoordinator
 from decode_service.host_pool import DeepSeekV4PagedHostPool
@@ -30,6 +30,7 @@ def test_footprints_are_the_bytes_of_the_pools(hot_entries: int):
     assert found.window_slot == sum(b[0].nbytes for b in device.window.values())
     assert found.state_slot == sum(b[0].nbytes for b in device.states.values())
     assert found.hot_slot == hot.slot_bytes
+    assert found.slots == found.window_slot + found.state_slot + found.hot_slot + found.hot_table
 
 
 def test_a_million_tokens_of_flash():
@@ -40,8 +41,8 @@ def test_a_million_tokens_of_flash():
     assert found.logical_page == 21 * 8448 + 20 * 1728
     assert found.resident_bytes(1 << 20) > 3 * found.device_bytes(1 << 20)
     assert found.most_requests(1 << 20, 10 * found.host_bytes(1 << 20), 1 << 50) == 10
-    assert found.most_requests(1 << 20, 1 << 60, 3 * found.device_bytes(1 << 20) - 1) == 2
-    assert found.most_requests(3, 0, 2 * found.device_bytes(3)) == 2
+    assert found.most_requests(1 << 20, 1 << 60, found.shared + 3 * found.device_bytes(1 << 20) - 1) == 2
+    assert found.most_requests(3, 0, found.shared + 2 * found.device_bytes(3)) == 2
 
 
 @pytest.mark.parametrize("public", [FLASH, PRO])
@@ -91,7 +92,8 @@ def test_the_command_prints_what_fits():
     last = plan["fits"][-1]
     assert last["tokens"] == 1 << 20
     assert last["hisparse"] == min(
-        plan["host_budget"] // last["host_bytes"], plan["device_budget"] // last["device_bytes"]
+        plan["host_budget"] // last["host_bytes"],
+        (plan["device_budget"] - plan["footprint"]["shared"]) // last["device_bytes"],
     )
     assert last["hisparse"] >= 3 * last["resident"] > 0
     status, output = run("--model", "pro", "--context", "256k")

@@ -16,6 +16,7 @@ from common.sampling import SampledToken
 from decode_service.decode_runner import EagerRunner, FixedRunner
 from decode_service.device_pools import DevicePools
 from decode_service.main import max_context
+from decode_service.pool_sizing import UNLIMITED, pool_sizes
 from decode_service.request import FinishedEvent, ReservedEvent
 from decode_service.settings import DecodeSettings
 from tests.unit.decode.test_decode_kv import CONFIG, D, Pair
@@ -42,7 +43,8 @@ def test_the_smaller_pool_bounds_a_request(host: int, logical: int, fits: int, t
     assert taken is not None
     pools.release(taken)
     settings = DecodeSettings.load(["--model", "/m", f"--host-pages={host}", f"--logical-pages={logical}"])
-    assert max_context(settings, CONFIG) == 2 * 256
+    sizes = pool_sizes(settings, CONFIG, Footprint.of(CONFIG.compress_ratios, D), UNLIMITED)
+    assert max_context(settings, CONFIG, sizes) == 2 * 256
 
 
 def test_a_staged_prompt_is_bounded_by_the_staging_pool_and_its_output_is_not():
